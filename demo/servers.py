@@ -46,12 +46,12 @@ Log = Callable[[str], None]
 
 
 class ServersError(RuntimeError):
-    """Prometheus or Alertmanager cannot be found or fetched. The message explains what to do."""
+    """Raised if Prometheus or another program cannot be found or fetched. The message explains what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Servers:
-    """The words of the command that starts each program, and the origin of the programs."""
+    """Commands that start Prometheus, promtool, Alertmanager and amtool, and the origin of these programs."""
 
     prometheus: tuple[str, ...]
     promtool: str
@@ -94,14 +94,15 @@ def find(environ: Mapping[str, str] = os.environ, log: Log = print, suite: str |
 
 
 def node_exporter(environ: Mapping[str, str] = os.environ, log: Log = print) -> str:
-    """Return the path of the node_exporter of Prometheus. Raises ServersError."""
+    """Return the path of Prometheus' node_exporter, fetched if it is not on PATH. Raises ServersError."""
     return _package("prometheus-node-exporter", ("prometheus-node-exporter", "node_exporter"), environ, log)
 
 
 def victoria_metrics(environ: Mapping[str, str] = os.environ, log: Log = print, suite: str | None = None) -> str:
-    """Return the path of single-node VictoriaMetrics, a database that accepts OTLP. Raises ServersError.
+    """Return the path of single-node VictoriaMetrics, a database that accepts OTLP, fetched if it is not on PATH.
 
-    With a `suite`, vmalert, which evaluates rules, and vmalert-tool are in the same folder.
+    With a `suite`, return that of this Debian release. Then vmalert, which evaluates rules, and vmalert-tool are in the
+    same folder. Raises ServersError.
     """
     return _package("victoria-metrics", ("victoria-metrics", "victoria-metrics-prod"), environ, log, suite)
 
@@ -214,7 +215,7 @@ def _reason(error: Exception) -> str:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Lock the cache folder until the block ends. Raises ServersError."""
+    """Lock the cache folder until the block ends. Raises ServersError if the folder cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         handle = (folder / "lock").open("w")
@@ -304,7 +305,10 @@ def _unpack_releases(tree: Path) -> None:
 
 
 def unpack_release(base: str, name: str, tree: Path) -> None:
-    """Unpack the programs of the release archive `name` at `base`. Raises ServersError if its SHA-256 is wrong."""
+    """Unpack the programs of the release archive `name` at the URL `base` into `tree`.
+
+    Raises ServersError if the archive does not have its published SHA-256.
+    """
     machine = {"x86_64": "amd64", "aarch64": "arm64", "armv7l": "armv7"}.get(platform.machine(), platform.machine())
     archive = f"{name}.linux-{machine}.tar.gz"
     content = _download(f"{base}/{archive}")

@@ -1,8 +1,8 @@
 """Start and stop the whole chain on free loopback ports: receiver, Alertmanager, Prometheus, exporter, training job.
 
 Every program runs in its own session and writes to a log file in the state folder. The kernel kills it when this
-process dies for any reason (prctl(2), PR_SET_PDEATHSIG, through setpriv of util-linux). That is bound to the thread
-that started the program, so one thread must create a `DemoStack` and outlive it.
+process dies for any reason (prctl(2), PR_SET_PDEATHSIG, through setpriv of util-linux). The kernel does so when the
+thread ends that started the program. So one thread must create a `DemoStack` and outlive it.
 """
 
 from __future__ import annotations
@@ -37,11 +37,15 @@ Train = Literal["torch", "simulated"]
 
 
 class StackError(RuntimeError):
-    """A part of the stack failed. The message shows the end of its log."""
+    """Raised if a program of the demo fails or does not answer. The message has the end of its log, if it has one."""
 
 
 class PrometheusApi:
-    """Client for the queries of the HTTP API of Prometheus (https://prometheus.io/docs/prometheus/latest/querying/api/)."""
+    """Client for the queries of the HTTP API of Prometheus.
+
+    Queries raise ValueError if Prometheus rejects them, and StackError if it does not answer. API:
+    https://prometheus.io/docs/prometheus/latest/querying/api/
+    """
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -83,14 +87,14 @@ class PrometheusApi:
 
 
 class Child:
-    """Child process in its own session that logs to a file."""
+    """Child process in its own session that logs to a file and is killed when this process dies."""
 
     def __init__(self, name: str, command: Sequence[str], environ: Mapping[str, str], log: Path) -> None:
         self.name, self.command, self.environ, self.log = name, command, environ, log
         self.start()
 
     def start(self) -> None:
-        """Start the program, also again after its end, and append to its log."""
+        """Start the program and append its output to the log. Can be called again after the program has ended."""
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 ["setpriv", "--pdeathsig", "KILL", "--", *self.command],
@@ -103,7 +107,7 @@ class Child:
             )
 
     def failure(self, what: str) -> StackError:
-        """Return an error with the end of the log; `what` follows the name of the program."""
+        """Return a StackError with the end of the log. The message is the program's name, followed by `what`."""
         lines = self.log.read_text(errors="replace").splitlines()[-15:]
         return StackError("\n  ".join([f"{self.name} {what}; the end of {self.log}:", *lines]))
 
@@ -126,12 +130,12 @@ class Child:
 
 
 class DemoStack:
-    """The chain from the simulated card to the message, as one context manager.
+    """Context manager that runs the whole chain, from the simulated GPU to the Slack message.
 
     `pace` divides every window and interval of the shipped alerts. `train` chooses the job on the simulated node.
-    `trainer` and `exporter` are more arguments for these two. With `shows`, dashboards are shown if possible
-    (demo/boards.py). Query and disturb the stack through `prometheus`, `receiver`, `node` and `control`. The job logs
-    to `train_log`.
+    `trainer` has further arguments for the job, and `exporter` for the exporter. With `shows`, dashboards are shown if
+    possible (demo/boards.py). Query and disturb the stack through `prometheus`, `receiver`, `node` and `control`. The
+    job logs to `train_log`.
     """
 
     def __init__(
@@ -344,7 +348,7 @@ class DemoStack:
         return int((self.state / "train" / "pids" / str(rank)).read_text())
 
     def restart_exporter(self, kill: bool = True) -> None:
-        """End the exporter, by SIGKILL or SIGTERM, and start it on the same ports."""
+        """End the exporter, by SIGKILL if `kill` is True, else by SIGTERM. Start it again on the same ports."""
         exporter = self.children["exporter"]
         exporter.stop(kill=kill)
         exporter.start()
@@ -435,7 +439,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def fetch(url: str, timeout: float = 10) -> bytes:
-    """Return the body of a URL. Ignores proxy settings. Raises OSError."""
+    """Return the body of a URL. Ignores proxy settings. Raises OSError if the request fails."""
     with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=timeout) as reply:
         content: bytes = reply.read()
         return content

@@ -57,7 +57,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Rewrite the links of a page, outside code blocks."""
+    """Rewrite the links of a page to files of the repository, except in code blocks."""
     source = page.file.abs_src_path
     if source is None:
         return markdown

@@ -1,9 +1,10 @@
 """Series that Prometheus would scrape from a simulated cluster: those of the ledger, and a few of each node.
 
 They are written as OpenMetrics with timestamps, for `promtool tsdb create-blocks-from openmetrics`
-(https://prometheus.io/docs/prometheus/latest/storage/#backfilling-from-openmetrics-format). A node that is down
-has `up 0` and no other series. The training series are the place and the position of each rank, and the activities
-of one rank per node. Announced maintenance unloads the driver after a quarter of its time and reboots at half time.
+(https://prometheus.io/docs/prometheus/latest/storage/#backfilling-from-openmetrics-format). A node that is down has `up
+0` and no other series. The training series are the mesh coordinates and the position of each rank, and the activities
+of one rank per node. In announced maintenance, a node unloads the driver after a quarter of the time and reboots after
+half of it.
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ def scrape(world: SimulatedCluster, ledger: Ledger, t: float) -> Iterator[Line]:
 
 
 def write(lines: Iterable[Line], t: float, out: TextIO) -> None:
-    """Write the samples of a virtual time."""
+    """Write samples of virtual time `t` in OpenMetrics format."""
     for name, labels, value in lines:
         out.write(f"{series(name, labels)} {value!r} {EPOCH + t:.3f}\n")
 
 
 def series(name: str, labels: Mapping[str, str]) -> str:
-    """Return a series in the text format."""
+    """Return a series with its labels as the text format has it."""
     text = ",".join(f'{key}="{_escaped(label)}"' for key, label in labels.items())
     return f"{name}{{{text}}}"
 
@@ -144,7 +145,7 @@ def _node(
 
 
 class _EvidenceIndex:
-    """Evidence of a node by kind and place."""
+    """Evidence of one node, indexed by kind and by GPU or port."""
 
     def __init__(self, entries: Iterable[Record]) -> None:
         self._entries: dict[tuple[str, str], list[Record]] = {}
@@ -220,12 +221,12 @@ def _ranks(topology: Topology, node: int, running: JobState, place: int, t: floa
 
 
 def info(row: Metric, **values: str) -> m.Sample:
-    """Return the sample of an info metric with the given labels; its other labels are empty."""
+    """Return the sample of an info metric. Labels that are not given are empty."""
     return row, tuple(values.get(label, "") for label in row.labels), 1.0
 
 
 def mesh_place(mesh: Mapping[str, int], rank: int) -> dict[str, str]:
-    """Return the coordinates of a rank in the mesh. The first axis varies fastest."""
+    """Return the coordinates of a rank in the mesh, by axis. The first axis varies fastest."""
     place = {}
     for axis, size in mesh.items():
         rank, coordinate = divmod(rank, size)
@@ -234,7 +235,7 @@ def mesh_place(mesh: Mapping[str, int], rank: int) -> dict[str, str]:
 
 
 def line(row: Metric, values: tuple[str, ...], value: float, job: str, instance: str) -> Line:
-    """Return a sample with the labels and the scale of its series."""
+    """Return a sample with the labels of its series and the value in the series' unit."""
     labels = dict(zip(row.labels, values, strict=True))
     return row.name, {"job": job, "instance": instance, **labels}, value * row.scale
 
