@@ -1,4 +1,4 @@
-"""An alert, and the rule and annotations that it becomes."""
+"""Class of alerts, with the rule, the labels and the annotations of an alert."""
 
 from __future__ import annotations
 

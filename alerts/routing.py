@@ -106,7 +106,7 @@ LEDGERS = Inhibition("FlopwatchLedgerDown", "FlopwatchLedgerUnreachable", ())
 
 
 def alertmanager(settings: AlertSettings) -> dict[str, object]:
-    """Return the configuration of Alertmanager, without formatting."""
+    """Return the configuration of Alertmanager as a dictionary."""
     often = settings.at_pace(settings.watchdog_interval)
     everything = [{"receiver": name, "continue": True} for name in _everything(settings)]
     return {

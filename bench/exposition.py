@@ -64,7 +64,7 @@ class Families(Collector):
 
 
 def milliseconds(render: Callable[[int], object]) -> float:
-    """Return the median time of REPEATS calls in milliseconds. Each call gets its number."""
+    """Return the median time of REPEATS calls of `render` in milliseconds. Its argument counts the calls."""
     times = []
     for turn in range(REPEATS):
         began = time.perf_counter()

@@ -2,10 +2,10 @@
 
     python bench/ledger.py [--nodes 4096] [--seconds 45]
 
-Every node of a simulated cluster sends a record every 15 s at a random phase, as an exporter does. A record is
-cumulative for 8 ranks, has a connection and a token of its own, and is answered with 200 once it is on disk. The
-ledger is `flopwatch ledger` as shipped, on one core. The nodes run on the other cores. They first belong to 64 runs,
-then to one run, which has the most to write at a time.
+Every node of a simulated cluster sends a record of 8 ranks every 15 s at a random phase, as an exporter does: with its
+own connection and a token. The ledger answers with 200 once the record is on disk. The ledger is `flopwatch ledger` as
+shipped, on one core. The nodes run on the other cores. They first belong to 64 runs, then to one run, which has the
+most to write at a time.
 
 Then the ledger is killed and started again. The times of the records are ten minutes later than before. During an
 outage, a node keeps the newest record of a run, so each node has one to deliver. They are sent 64 at a time, as fast as

@@ -141,7 +141,7 @@ def families(rules: str) -> list[m.Metric]:
 
 
 def value(row: m.Metric, labels: Mapping[str, str]) -> str:
-    """Return the value of a series as it is in a page, with placeholders."""
+    """Return the text of a series' value in a page, with placeholders for seconds and time."""
     if row is m.TRAINING_COLLECTIVE_WAIT_SECONDS_TOTAL:
         return SECONDS + ("e-1" if labels["rank"] == str(LATE) else "")
     if row in (
@@ -162,7 +162,7 @@ def value(row: m.Metric, labels: Mapping[str, str]) -> str:
 
 
 def expanded(row: m.Metric, labels: Mapping[str, str]) -> Iterator[dict[str, str]]:
-    """Yield `labels` combined with every combination of values of the other labels of a family."""
+    """Yield `labels` completed with every combination of values of the family's other labels."""
     names = [name for name in row.labels if name not in labels]
     every: list[dict[str, str]] = [dict(labels)]
     for name in names:

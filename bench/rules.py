@@ -101,13 +101,13 @@ def ask(url: str, query: str) -> list[tuple[dict[str, str], float]]:
 
 
 def processor(pid: int) -> float:
-    """Return the processor seconds that a process has used."""
+    """Return the CPU seconds that a process has used."""
     stat = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
     return (int(stat[11]) + int(stat[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def waited(pid: int) -> float:
-    """Return the seconds that the live threads of a process waited for a processor.
+    """Return the seconds that the live threads of a process have waited for a processor, in total.
 
     Source: https://docs.kernel.org/scheduler/sched-stats.html#proc-pid-schedstat
     """
@@ -263,7 +263,7 @@ def table(measured: RulesMeasurement, shown: int = 8, pace: float = 1.0) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print, and return 1 if a group exceeded its interval, or a rule or scrape failed."""
+    """Measure the rules and print the table. Return 1 if a group exceeded its interval, or a rule or scrape failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, default=32_768)
     parser.add_argument(

@@ -8,8 +8,8 @@ and with the series that the hook of PyTorch adds on a GPU. Prometheus scrapes e
 
 Memory is the peak resident memory (VmRSS, in Prometheus process_resident_memory_bytes) in the second half of the time.
 It is compared with the prediction for a head of this age. At a pace of 15, the scrape interval is one second, and
-Prometheus writes a block after eight minutes instead of two hours. The figures then include compaction and a block on
-disk, as after days in production.
+Prometheus writes a block after eight minutes instead of two hours. The measurement then includes compaction and a
+block on disk, as after days in production.
 
 The exit status is 1 if a prediction is off by more than 15 %.
 """
@@ -113,7 +113,7 @@ def source(folder: Path) -> Iterator[PageSource]:
 
 
 def _is_complete(pages_of: PageSource) -> bool:
-    """Return whether both pages have the families that appear last."""
+    """Return whether the exporter and the ledger serve the families that are the last to appear after a start."""
     last = ("training_committed_steps", "gpu_utilization_ratio", "infiniband_info", "host_process_blocked_seconds")
     try:
         page = fetch(pages_of.exporter).decode()
@@ -204,7 +204,7 @@ def serve(pages_of: PageSource, nodes: int, every: float, ready: Connection) -> 
 
 @dataclass(frozen=True, slots=True)
 class SizeMeasurement:
-    """Series, samples and load of Prometheus."""
+    """Measured series, samples and load of a Prometheus."""
 
     scraped: int  # series, including the five that Prometheus adds for each target
     recorded: int
@@ -262,7 +262,7 @@ def measure(
 ) -> SizeMeasurement:
     """Scrape `targets` nodes for `seconds`, and return the size of Prometheus. Raises StackError if a program fails.
 
-    With `store`, records are also sent to a second Prometheus. `pages_of` is a source that runs already.
+    With `store`, recorded series are also sent to a second Prometheus. `pages_of` is a source that runs already.
     """
     settings = AlertSettings(pace=pace)
     interval = settings.scrape_interval / pace
@@ -327,7 +327,7 @@ def measure(
 
 
 def _start_store(stack: ExitStack, folder: Path, program: Sequence[str]) -> list[dict[str, object]]:
-    """Start a second Prometheus for records, and return the remote write configuration that sends them."""
+    """Start a second Prometheus, and return the remote write configuration that sends recorded series to it."""
     (port,) = free_ports(1)
     (folder / "store.yml").write_text("{}")
     command = [
@@ -395,7 +395,7 @@ def compared(measured: SizeMeasurement, targets: int, seconds: float, pace: floa
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print, and return 1 if a prediction is off by more than MAX_ERROR."""
+    """Measure, print the comparison, and return 1 if a prediction is off by more than MAX_ERROR."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--targets", type=int, nargs="+", default=[64, 256, 512], metavar="N")
     parser.add_argument(

@@ -128,7 +128,7 @@ def _wait_for_ranks(side: Side, training: subprocess.Popen[bytes]) -> None:
 
 
 def _crowd(port: int) -> None:
-    """Scrape from CROWD threads at once for CROWD_SECONDS."""
+    """Scrape the exporter from CROWD threads at the same time, for CROWD_SECONDS."""
     end = time.monotonic() + CROWD_SECONDS
 
     def scrape() -> None:

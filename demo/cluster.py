@@ -79,7 +79,7 @@ FAULTS = (
 
 
 class PageServer:
-    """HTTP server on loopback for pages in memory, by path."""
+    """HTTP server on loopback that serves pages from memory."""
 
     def __init__(self) -> None:
         self._bodies: dict[str, bytes] = {}
@@ -112,12 +112,12 @@ class PageServer:
         self._server.server_close()
 
     def serve(self, bodies: Mapping[str, bytes]) -> None:
-        """Replace all pages by these bodies, which are given by path."""
+        """Replace all pages by `bodies`, which maps paths to pages."""
         self._bodies = dict(bodies)
 
 
 class ExporterTemplate(NamedTuple):
-    """An exporter and the simulated node that it reads. Its page is the template for the pages of many nodes."""
+    """An exporter and the simulated node that it reads. The exporter's page is the template for many nodes."""
 
     url: str
     node: SimulatedNode
@@ -214,9 +214,9 @@ class ServedCluster:
 
 
 def text(sample: Line, began: float) -> str:
-    """Return a sample in the text format. Virtual time 0 is the Unix time `began`.
+    """Return a sample in the text format, or an empty text for `up`, which Prometheus writes itself.
 
-    For `up`, the text is empty, because Prometheus writes this series itself.
+    Virtual time 0 is the Unix time `began`.
     """
     name, labels, value = sample
     if name == "up":  # written by Prometheus

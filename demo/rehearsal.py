@@ -6,11 +6,12 @@ alerts, with their texts, are sent to a real Alertmanager with the shipped routi
 `promtool test rules` evaluates the rules. It runs the code of Prometheus for `for`, `keep_firing_for`, ALERTS and
 templates, at chosen times. Backfilling evaluates recording rules only, and a running Prometheus has a real clock only.
 Two things are simpler than in production. Every group is evaluated at every step, even if its interval is longer, and
-all groups at the same instant. tests/rules/test_routing.py covers the worst case of both. Records that no alert reads
-are left out.
+all groups at the same instant. tests/rules/test_routing.py covers the worst case of both. Recording rules that no alert
+reads are left out.
 
-Alertmanager has a real clock only, so it runs at a `pace`, and periods without a change are cut short. A busy machine
-could post an alert too late. The rehearsal is then repeated at a slower pace, and fails if it is late at every pace.
+Alertmanager has a real clock only. So virtual time passes faster by the factor `pace`, and periods without a change are
+cut short. A busy machine could post an alert too late. The rehearsal is then repeated at a slower pace, and fails if
+alerts are late at every pace.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ class ScrapedSeries:
 
 
 def rule_groups(settings: AlertSettings) -> dict[str, object]:
-    """Return the groups of the shipped alerts and of the records that they read."""
+    """Return the rule groups of the shipped alerts and of the recording rules that these read."""
     every = alerts(settings)
     wanted, found = {record.name: record for record in records(settings)}, set[str]()
     pending = [text for alert in every for text in (alert.expr, alert.description)]
@@ -175,7 +176,10 @@ class Notification:
 
 @dataclass
 class PacedTimeline:
-    """Mapping between virtual and real time. Virtual time passes `pace` times as fast. Quiet periods are cut short."""
+    """Mapping between virtual and real time. Virtual time passes `pace` times as fast.
+
+    Periods without a change of the firing alerts are cut short.
+    """
 
     changes: list[float]
     settings: AlertSettings
@@ -197,7 +201,7 @@ class PacedTimeline:
         return next(real for change, real in self._cuts if change >= virtual)
 
     def virtual(self, real: float) -> float:
-        """Return the virtual time `real` seconds after the start."""
+        """Return the virtual time that is reached `real` seconds after the start."""
         change, then = [(change, then) for change, then in self._cuts if then <= real + 1e-9][-1]
         return change + (real - then) * self.pace
 

@@ -1,8 +1,8 @@
 """Take pictures of every dashboard in a real browser: `python -m demo.screenshots FOLDER`.
 
-Once the faults of a simulated cluster (demo/cluster.py) show, Chromium opens every dashboard in the viewer, at two
-widths, light and dark. The exit status is 1, with the reasons, if a page logs an error, a panel fails, or a panel is
-empty without an explanation.
+A simulated cluster (demo/cluster.py) runs until the alerts on its faults fire. Then Chromium opens every dashboard in
+the viewer, at two widths, light and dark. The exit status is 1, with the reasons, if a page logs an error, a panel
+fails, or a panel is empty without an explanation.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Start and stop the whole chain on free loopback ports: receiver, Alertmanager, Prometheus, exporter, training job.
 
-Every program runs in its own session and writes to a log file in the state folder. The kernel kills it when this
-process dies for any reason (prctl(2), PR_SET_PDEATHSIG, through setpriv of util-linux). The kernel does so when the
-thread ends that started the program. So one thread must create a `DemoStack` and outlive it.
+Every program runs in its own session and writes to a log file in the state folder. The kernel kills the program when
+this process dies for any reason (prctl(2), PR_SET_PDEATHSIG, through setpriv of util-linux). The kernel also kills it
+when the thread that started it ends. So one thread must create a `DemoStack` and outlive it.
 """
 
 from __future__ import annotations
@@ -37,14 +37,15 @@ Train = Literal["torch", "simulated"]
 
 
 class StackError(RuntimeError):
-    """Raised if a program of the demo fails or does not answer. The message has the end of its log, if it has one."""
+    """Raised if a program of the demo fails or does not answer. The message may have the end of the program's log."""
 
 
 class PrometheusApi:
     """Client for the queries of the HTTP API of Prometheus.
 
-    Queries raise ValueError if Prometheus rejects them, and StackError if it does not answer. API:
-    https://prometheus.io/docs/prometheus/latest/querying/api/
+    Queries raise ValueError if Prometheus rejects them, and StackError if Prometheus does not answer.
+
+    API: https://prometheus.io/docs/prometheus/latest/querying/api/
     """
 
     def __init__(self, url: str) -> None:
@@ -58,7 +59,7 @@ class PrometheusApi:
         return [(series["metric"], float(series["value"][1])) for series in data["result"]]
 
     def value(self, expr: object, at: float | None = None) -> float | None:
-        """Return the value of a query with one series, None without a series. Raises ValueError for several."""
+        """Return the value of an instant query with one series, None without series. Raises ValueError for several."""
         found = self.query(expr, at)
         if len(found) > 1:
             raise ValueError(f"{expr} has {len(found)} series")
@@ -117,7 +118,7 @@ class Child:
             raise self.failure(f"ended with status {self.process.returncode}")
 
     def stop(self, kill: bool = False, grace: float = GRACE) -> None:
-        """End the program by SIGTERM, and by SIGKILL after `grace` seconds or with `kill`."""
+        """End the program by SIGTERM, then by SIGKILL after `grace` seconds. With `kill`, send SIGKILL at once."""
         if self.process.poll() is None and not kill:
             self.process.terminate()
             try:
@@ -338,7 +339,7 @@ class DemoStack:
         )
 
     def control(self, **wishes: object) -> None:
-        """Replace the control file, which the job reads at each step. Example: `control(slow={"2": 0.3})`."""
+        """Replace the control file, which switches faults of the job at its next step: `control(slow={"2": 0.3})`."""
         draft = self.control_file.with_suffix(".part")
         draft.write_text(json.dumps(wishes))
         draft.replace(self.control_file)
@@ -360,7 +361,7 @@ class DemoStack:
             child.check()
 
     def stop(self, kill: bool = False) -> None:
-        """End all programs, the job first. Raises StackError if a process or an open port is left."""
+        """End all programs, the training job first. Raises StackError if a process or an open port is left."""
         for name in ("training", "boards", "exporter", "prometheus", "alertmanager"):
             if name in self.children:
                 self.children[name].stop(kill)

@@ -75,7 +75,7 @@ class LanguageModel(nn.Module):
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean cross entropy in nats of bytes of shape batch x length."""
+        """Return the mean cross entropy in nats. Inputs and targets are bytes of shape batch x length."""
         x = self.token(inputs) + self.position(torch.arange(inputs.shape[1]))
         logits = self.head(self.norm(self.blocks(x)))
         return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
@@ -84,8 +84,8 @@ class LanguageModel(nn.Module):
 def store(rank: int, attempt: int) -> Store:
     """Return the store through which ranks find each other: torchrun's, or a local one for a single process.
 
-    torchrun keeps its store over restarts, with the addresses of dead ranks. A new rank that is quick finds those and
-    fails (https://github.com/pytorch/pytorch/issues/135712), so each attempt has keys of its own.
+    torchrun keeps its store over restarts, with the addresses of dead ranks. A new rank could read those addresses and
+    fail (https://github.com/pytorch/pytorch/issues/135712), so each attempt has its own keys.
     """
     if "MASTER_ADDR" not in os.environ:
         return HashStore()

@@ -1,4 +1,4 @@
-"""Flags and output of `python -m simulator`, which `flopwatch simulate` shares."""
+"""Command line of the fleet simulator: flags and output of `python -m simulator` and of `flopwatch simulate`."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def run(options: argparse.Namespace) -> int:
     """Run the chosen scenario, print its comparison with the truth and return the exit status.
 
     The status is 1 if a value of the ledger differs from the truth by more than 1 %. It is also 1 if the alert rules
-    judge a kind of straggler or hang poorly. Raises SettingsError for a wrong flag.
+    name a wrong rank or host, or explain too few jobs of a kind. Raises SettingsError for a wrong flag.
     """
     from simulator import kinds, output
     from simulator.faults import script

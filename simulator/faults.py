@@ -24,9 +24,9 @@ _WORKSHOP = (4 * 3600.0, 48 * 3600.0)
 
 @dataclass(frozen=True)
 class Clue:
-    """Something that a node observes of a fault. `after` is the range of the seconds from fault to observation.
+    """Something that a node observes of a fault. `after` is the range of the seconds from the fault to the observation.
 
-    A negative number means that the node observes it before the fault.
+    A negative number of seconds means an observation before the fault.
     """
 
     kind: str
@@ -209,9 +209,10 @@ KINDS: Mapping[str, FaultKind] = {kind.name: kind for kind in _ALL}
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault that strikes at virtual time `t` in seconds. A place that is not given is drawn at random at that time.
+    """A fault that strikes at virtual time `t` in seconds.
 
-    Raises SettingsError for an unknown kind.
+    A node, GPU, port or leaf that is not given is drawn at random at that time. Raises SettingsError for an unknown
+    kind.
     """
 
     t: float
@@ -235,7 +236,7 @@ def draw(
 ) -> list[Fault]:
     """Return faults of the published kinds at random times, in numbers proportional to the GPU-days.
 
-    `by_hand` of the published number need an extra repair of 2 to 6 hours.
+    In the same proportion, `by_hand` faults need a repair by hand, which takes 2 to 6 hours more.
     """
     scale = days * gpus / (LLAMA_3_DAYS * reference_gpus)
     kinds = []
@@ -255,7 +256,7 @@ def draw(
 def script(path: Path) -> list[Fault]:
     """Return the faults in a file, as YAML or one JSON object per line. Raises SettingsError for a wrong file.
 
-    {"t": 7200, "kind": "leaf", "leaf": "leaf-0-3", "lasts": 2400}
+    Example: {"t": 7200, "kind": "leaf", "leaf": "leaf-0-3", "lasts": 2400}
     """
     try:
         text = path.read_text()

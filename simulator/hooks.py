@@ -130,7 +130,7 @@ class Hooks:
     def _run_lines(
         self, state: JobState, attempt: JobAttempt, totals: HookTotals, position: int | None
     ) -> Iterator[Line]:
-        """Yield the samples that describe the whole run, which only one rank has."""
+        """Yield the samples that describe the whole run, which only one rank pushes."""
         job = state.job
         run = (job.name,)
         samples: list[m.Sample] = [

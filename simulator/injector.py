@@ -49,7 +49,7 @@ class FaultInjector:
     def _strike(self, fault: Fault, t: float) -> None:
         """Apply a fault to the nodes, GPUs or ports that it damages, and to the jobs that run there.
 
-        If the fault names a run that is down, it strikes later.
+        A fault that names a run strikes later if this run is down.
         """
         kind = KINDS[fault.kind]
         target = next((state for state in self._jobs if state.job.name == fault.run), None)
@@ -112,7 +112,7 @@ class FaultInjector:
         return replace(fault, node=node, part=part), [PortPlace(node, part)], nodes
 
     def _interrupt(self, state: JobState, fault: Fault, kind: FaultKind, nodes: set[int], t: float) -> None:
-        """Block a job's processes until a timeout ends them."""
+        """Block the processes of a job that a fault strikes, and schedule their end by a timeout."""
         attempt = state.current
         self._lifecycle.account(state, t)
         attempt.stuck = attempt.made(t)
@@ -217,7 +217,7 @@ class FaultInjector:
             state.slow, state.slowed = 1.0, None
 
     def _preempt(self, state: JobState, loss: TrueLoss, lasts: float, t: float) -> None:
-        """End an attempt in an orderly way, release its nodes and schedule the restart."""
+        """End an attempt as preempted, release its nodes, and schedule the restart `lasts` seconds later."""
         attempt = state.current
         attempt.committed = attempt.step
         state.durable.append(attempt.step)

@@ -191,7 +191,7 @@ def train(job: JobSettings, launched: int, attempt: int, rank: int, barrier: Bar
 
 
 def launch(job: JobSettings) -> int:
-    """Run all ranks, restart all when one dies, as torchrun does, and return the exit status."""
+    """Run all ranks and return the exit status. When a rank dies, restart all ranks, as torchrun does."""
     (job.out / "pids").mkdir(parents=True, exist_ok=True)
     context = multiprocessing.get_context("spawn")
     launched = int(time.time())
@@ -215,7 +215,7 @@ def launch(job: JobSettings) -> int:
 
 
 def all_completed(ranks: list[SpawnProcess]) -> bool:
-    """Wait until all ranks completed or the first one failed, and return whether all completed."""
+    """Wait until all ranks have completed or one has failed, and return whether all have completed."""
     running = ranks
     while running:
         wait([process.sentinel for process in running])

@@ -40,7 +40,7 @@ class TrainingJob:
         return self.mfu * self.peak_flops * gpus * self.step_seconds
 
     def restarts_after(self, rng: random.Random, replaced: bool) -> float:
-        """Draw the seconds from the end of an attempt to the next start, which are more if nodes are `replaced`."""
+        """Draw the seconds from the end of an attempt to the next start, with more of them if nodes are `replaced`."""
         delay = rng.lognormvariate(math.log(self.restart_median), self.restart_sigma)
         return delay + (rng.uniform(*self.replace) if replaced else 0.0)
 
@@ -80,7 +80,7 @@ class JobAttempt:
         return max(0.0, t - self.since - self.made(t) * self.each) if self.activity == "step" else 0.0
 
     def seconds(self, t: float) -> dict[str, float]:
-        """Return the attempt's cumulative seconds per activity."""
+        """Return the attempt's cumulative seconds per activity, up to virtual time `t`."""
         return {**self.closed, self.activity: self.closed.get(self.activity, 0.0) + t - self.since}
 
     def switch(self, activity: str, t: float) -> None:
@@ -96,5 +96,5 @@ class JobAttempt:
         return self.step + self.made(t)
 
     def leader(self) -> int:
-        """Return the index in `nodes` of the first node that still sends records, or of the last node without one."""
+        """Return the index in `nodes` of the first node that still sends records, else the last index."""
         return next((place for place, node in enumerate(self.nodes) if node not in self.dark), len(self.nodes) - 1)

@@ -22,7 +22,7 @@ _UNPLANNED = ("failed", "silent")  # statuses of attempts
 
 @dataclass(frozen=True)
 class Figure:
-    """One value of a run, such as its goodput, as it truly is and as the ledger has it. None means no value."""
+    """One value of a run, such as its goodput, in the truth and in the ledger. None means that there is no value."""
 
     name: str
     unit: str
@@ -64,7 +64,7 @@ class CauseScore:
 
 @dataclass
 class FleetJudgement:
-    """Result of comparing the ledger with the truth."""
+    """Result of comparing the ledger with the truth of all runs."""
 
     figures: dict[str, list[Figure]] = field(default_factory=dict)  # by run
     causes: dict[str, CauseScore] = field(default_factory=dict)  # of ends; of other losses as in "slow: thermal"
@@ -84,7 +84,7 @@ class FleetJudgement:
 
 
 def judge(truths: Iterable[RunTruth], ledger: Ledger) -> FleetJudgement:
-    """Compare the ledger with the true history of each run."""
+    """Compare the totals and incidents in the ledger with the true history of each run."""
     judgement = FleetJudgement()
     for truth in truths:
         run = ledger.runs[truth.tenant, truth.run]

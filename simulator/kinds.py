@@ -43,7 +43,7 @@ def _of(ranks: frozenset[int], share: float) -> Callable[[int, int, float], floa
 def _late(
     rng: random.Random, card: CardSymptoms = WELL, *, loading: bool = False, stages: tuple[float, ...] = (1.0,)
 ) -> Made:
-    """Draw one rank that takes 20 to 60 % longer for each step."""
+    """Draw a trouble in which one rank takes 20 to 60 % longer for each step."""
     rank = rng.randrange(RANKS)
     slow = _of(frozenset({rank}), rng.uniform(0.2, 0.6))
     cards = {rank: card} if card != WELL else {}
@@ -51,7 +51,7 @@ def _late(
 
 
 def _hot(rng: random.Random) -> Made:
-    """Draw one rank that is slow for 60 to 90 % of every period of 40 to 120 s, while its GPU is hot."""
+    """Draw a trouble in which one rank is slow for 60 to 90 % of every 40 to 120 s, while its GPU is hot."""
     rank, share = rng.randrange(RANKS), rng.uniform(0.35, 0.7)
     every, hot = rng.uniform(40, 120), rng.uniform(0.6, 0.9)
     card = CardSymptoms(throttled={"hw_thermal_slowdown": hot * rng.uniform(0.7, 1.0)}, clock=rng.uniform(0.55, 0.8))
@@ -63,7 +63,7 @@ def _hot(rng: random.Random) -> Made:
 
 
 def _transfers(rng: random.Random) -> Made:
-    """Draw one rank that copies its batches slowly to the GPU. The batches differ in size."""
+    """Draw a trouble in which one rank copies its batches, which differ in size, slowly to the GPU."""
     rank, share = rng.randrange(RANKS), rng.uniform(0.25, 0.4)
     return Trouble(
         rng.uniform(*SLOW_FROM),
@@ -170,7 +170,7 @@ STRAGGLERS: tuple[TroubleKind, ...] = (
 def _blocked(
     rng: random.Random, *, silent: bool = False, data: bool = False, gone: bool = False, state: str = ""
 ) -> Made:
-    """Draw one rank that does not start the collective. In a quarter of the jobs, collectives are not counted."""
+    """Draw a hang in which one rank does not start the collective. A quarter of the jobs do not count collectives."""
     one = frozenset({rank := rng.randrange(RANKS)})
     none = frozenset[int]()
     return Trouble(
@@ -204,7 +204,7 @@ def _link_down(rng: random.Random) -> Made:
 
 
 def _in_its_group(rng: random.Random) -> Made:
-    """Draw a rank that blocks its tensor parallel group, so the whole group is missing in the job's collective."""
+    """Draw a hang of one rank in its tensor parallel group, so the whole group is missing in the job's collective."""
     rank = rng.randrange(RANKS)
     group = frozenset(range(rank // 4 * 4, rank // 4 * 4 + 4))
     return Trouble(
@@ -235,7 +235,7 @@ def _mismatch(rng: random.Random) -> Made:
 
 
 def _endless_kernel(rng: random.Random) -> Made:
-    """Draw a rank whose GPU kernel does not end, although its process has reached the collective of the other ranks."""
+    """Draw a hang in which a GPU kernel of one rank does not end. Its process has still reached the collective."""
     one = frozenset({rank := rng.randrange(RANKS)})
     return Trouble(
         rng.uniform(*HANGS_FROM), hangs=True, computing=one, cards={rank: CardSymptoms(clock=0.999)}
@@ -250,7 +250,7 @@ def _halves(rng: random.Random) -> Made:
 
 
 def _contradicted(rng: random.Random) -> Made:
-    """Draw a rank of host 0 that is missing in the collective, while the exporter of host 1 does not answer."""
+    """Draw a hang: a rank of host 0 is missing in the collective, and the exporter of host 1 does not answer."""
     rank = rng.randrange(PER_HOST)
     return Trouble(
         rng.uniform(*HANGS_FROM), hangs=True, behind=frozenset({rank}), dark=frozenset({1})

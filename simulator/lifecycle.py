@@ -35,7 +35,7 @@ class JobLifecycle:
             events.at(state.job.begins, partial(self.launch, state))
 
     def after(self, state: JobState, t: float, action: Callable[[JobState, float], None]) -> None:
-        """Schedule the next phase of a job. The action is dropped if another phase begins before `t`."""
+        """Schedule an action at `t` that begins the next phase of a job, unless another phase begins before `t`."""
         phase = state.phase
 
         def unless_overtaken(now: float) -> None:
@@ -113,7 +113,7 @@ class JobLifecycle:
         self.report(state, t)
 
     def train(self, state: JobState, t: float) -> None:
-        """Begin the steps up to the next checkpoint."""
+        """Begin the steps up to the next checkpoint at virtual time `t`."""
         job, attempt = state.job, state.current
         self.switch(state, "step", t)
         state.usual = job.step_seconds * (1 + self._rng.uniform(-1, 1) * job.step_spread)
@@ -162,12 +162,12 @@ class JobLifecycle:
         self._nodes.last(state.job, attempt, t, "completed")
 
     def switch(self, state: JobState, activity: str, t: float) -> None:
-        """Account the truth up to virtual time `t` and begin another activity."""
+        """Add the job's seconds up to virtual time `t` to its truth, and begin another activity."""
         self.account(state, t)
         state.current.switch(activity, t)
 
     def account(self, state: JobState, t: float) -> None:
-        """Add the seconds up to `t` to the truth. In the activity `step`, add those up to the last completed step."""
+        """Add the job's seconds up to `t` to its truth. During steps, add those up to the last completed step."""
         attempt, truth = state.current, state.truth
         if attempt.activity != "step":
             truth.book(attempt.activity, t - state.booked, state.gpus)

@@ -1,10 +1,10 @@
 """Series that Prometheus would scrape from a simulated cluster: those of the ledger, and a few of each node.
 
 They are written as OpenMetrics with timestamps, for `promtool tsdb create-blocks-from openmetrics`
-(https://prometheus.io/docs/prometheus/latest/storage/#backfilling-from-openmetrics-format). A node that is down has `up
-0` and no other series. The training series are the mesh coordinates and the position of each rank, and the activities
-of one rank per node. In announced maintenance, a node unloads the driver after a quarter of the time and reboots after
-half of it.
+(https://prometheus.io/docs/prometheus/latest/storage/#backfilling-from-openmetrics-format). A node that is down
+has `up 0` and no other series. The training series are the mesh coordinates and the position of each rank, and the
+activities of one rank per node. In announced maintenance, a node unloads the driver after a quarter of the time and
+reboots after half of it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Line = tuple[str, dict[str, str], float]
 
 
 def scrape(world: SimulatedCluster, ledger: Ledger, t: float) -> Iterator[Line]:
-    """Yield the samples of all targets at a virtual time."""
+    """Yield the samples of the ledger and, with up to MAX_NODES nodes, those of each node at virtual time `t`."""
     yield from ledger_lines(ledger, t)
     if world.topology.nodes <= MAX_NODES:
         yield from _nodes(world, t)
@@ -53,7 +53,7 @@ def series(name: str, labels: Mapping[str, str]) -> str:
 
 
 def ledger_lines(ledger: Ledger, t: float) -> Iterator[Line]:
-    """Yield the samples of the ledger at a virtual time."""
+    """Yield the samples of the ledger at virtual time `t`."""
     yield "up", {"job": "flopwatch-ledger", "instance": LEDGER}, 1.0
     for row, values, value in ledger.families(EPOCH + t):
         yield line(row, values, value, "flopwatch-ledger", LEDGER)

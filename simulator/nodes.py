@@ -108,7 +108,7 @@ class Nodes:
                 self._send(self._record(job, attempt, place, now, self._shared(job, attempt, now)))
 
     def leader(self, job: TrainingJob, attempt: JobAttempt, t: float) -> None:
-        """Send a record of an attempt from the node that the ledger follows."""
+        """Send a record of an attempt from its first node that still sends records. The ledger follows this node."""
         if attempt.ended is None:
             self.one(job, attempt, attempt.nodes[attempt.leader()], t)
 

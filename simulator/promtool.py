@@ -13,8 +13,8 @@ GOGC = "400"
 def rule_test(promtool: str, *tests: Path, timeout: float | None = None) -> subprocess.CompletedProcess[str]:
     """Run `promtool test rules` on test files of one folder and return its exit status and output.
 
-    Raises OSError if the program does not exist, and TimeoutExpired after `timeout` seconds. Source:
-    https://prometheus.io/docs/prometheus/latest/configuration/unit_testing_rules/
+    Raises OSError if the program does not exist, and TimeoutExpired after `timeout` seconds.
+    Source: https://prometheus.io/docs/prometheus/latest/configuration/unit_testing_rules/
     """
     return subprocess.run(
         [promtool, "test", "rules", *(test.name for test in tests)],

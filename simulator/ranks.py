@@ -41,7 +41,7 @@ RankSample = tuple[Metric, str, Labels, float]  # family, suffix of the name, la
 
 @dataclass(frozen=True)
 class CardSymptoms:
-    """Symptoms of a trouble that the metrics of a rank's GPU show."""
+    """Symptoms of a job's trouble that the metrics of one rank's GPU show."""
 
     throttled: Mapping[str, float] = field(default_factory=dict)  # reason to share of time
     clock: float = 1.0  # of the highest
@@ -61,7 +61,7 @@ WELL = CardSymptoms()
 
 @dataclass(frozen=True)
 class Trouble:
-    """What is wrong with a job from `at` seconds on.
+    """Trouble of a job from `at` seconds on: slow ranks, a hang, or failing hardware.
 
     Sets contain ranks, except `dark` (hosts) and `links` (pairs of host and port).
     """
@@ -224,7 +224,7 @@ class SynchronousJob:
             yield ("up", {"job": "flopwatch", "instance": self._instance(host)}), [float(not failed) for failed in down]
 
     def _silence(self, host: int) -> list[bool]:
-        """Return for each scrape of a host whether it fails."""
+        """Return whether the scrape of a host fails, for each scrape in order of time."""
         dark = host in self.trouble.dark
         return [
             failed or (dark and t >= self.trouble.at)
@@ -232,7 +232,10 @@ class SynchronousJob:
         ]
 
     def _scraped(self, host: int, values: Values) -> Values:
-        """Return the values that Prometheus stores. A series becomes stale when a scrape fails or lacks it."""
+        """Return the values that Prometheus stores of a host's series.
+
+        The series becomes stale when a scrape fails, or when the series is not in the scrape.
+        """
         scraped: Values = []
         there = False
         for value, failed in zip(values, self._silence(host), strict=True):
@@ -245,7 +248,7 @@ class SynchronousJob:
         return scraped
 
     def _pushed(self, rank: int, t: float) -> float | None:
-        """Return the time of a rank's newest push, or None if the exporter does not serve the rank."""
+        """Return the time of a rank's newest push at scrape time `t`, or None if the exporter does not serve it."""
         trouble = self.trouble
         if rank in trouble.gone and t >= trouble.at:
             return None

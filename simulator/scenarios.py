@@ -53,9 +53,9 @@ class Scenario:
         return sorted([*self.faults, *(published if self.interruptions else [])], key=lambda fault: fault.t)
 
     def sized(self, days: float | None, gpus: int | None) -> Scenario:
-        """Return the scenario with another length or size, where None keeps the present one.
+        """Return the scenario with another length or size. For None, the scenario's own value stays.
 
-        Raises SettingsError if the scenario has several jobs, or if `gpus` is not a multiple of 8.
+        Raises SettingsError for another size if the scenario has several jobs, or if `gpus` is not a multiple of 8.
         """
         changed = self if days is None else replace(self, days=days)
         if gpus is None or gpus == sum(job.nodes for job in self.jobs) * 8:

@@ -133,7 +133,7 @@ class RunTruth:
 
     @property
     def interruptions(self) -> list[TrueLoss]:
-        """Return the losses of unplanned ends."""
+        """Return the losses to faults that ended an attempt unplanned."""
         return [loss for loss in self.losses if loss.unplanned]
 
     @property
@@ -144,8 +144,8 @@ class RunTruth:
 
     @property
     def mttr(self) -> float | None:
-        """Return the mean seconds from an unplanned end to the first step above the high-water mark, None without one.
+        """Return the mean seconds from an unplanned end to the first new step, None without a recovery.
 
-        Ends without such a step between them count as one.
+        A new step is a step above the high-water mark. Ends without a new step between them count as one end.
         """
         return sum(self.recoveries) / len(self.recoveries) if self.recoveries else None

@@ -64,7 +64,10 @@ class KindScore:
 
     @property
     def median(self) -> float | None:
-        """Return the upper median of the seconds from the trouble to the first named rank or host, None without one."""
+        """Return the upper median of the seconds from the trouble to the first name of a rank or host.
+
+        Returns None if no rank or host was named.
+        """
         return sorted(self.after)[len(self.after) // 2] if self.after else None
 
 

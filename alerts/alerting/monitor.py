@@ -1,9 +1,9 @@
 """Alerts on the monitoring itself, and on nodes that are gone.
 
 `up` and `prometheus_rule_evaluation_failures_total` are Prometheus' own. A target is an exporter if it served an
-exporter's series while it was up, because scrape configurations can name jobs freely. Its host is known from the GPUs
-that it served. The pending alert itself stores both (ALERTS), so that an outage longer than any window stays the same
-alert.
+exporter's series while it was up, because scrape configurations can name jobs freely. The host of an exporter is known
+from the GPUs that it served. The pending alert (ALERTS) keeps target and host, so that an outage longer than any window
+stays the same alert.
 """
 
 from __future__ import annotations

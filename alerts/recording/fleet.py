@@ -2,13 +2,13 @@
 
 The ledger drops the series of a run a day after its end. So sums over earlier runs read recorded series, sampled once
 an hour. The increase of a sum counts from its first value in the window, or from 0 if the run began in the window.
-Until recordings cover a full window, it covers the time since the first recording.
+Until the recorded series are as old as a window, the window covers the time since the first recording.
 
 Meta found hosts that make jobs fail again and again by four signs in 28 days (arXiv:2410.21680, section IV). The signs
-are different Xids, failed jobs of one or more hosts, times out of service, and repair tickets. These rules count the
-first two, because the other two belong to a scheduler. Ports that dropped and straggling ranks are added, because they
-slow runs down without ending them. Each sign counts once, so that a storm of one error is one sign. An error that ended
-a run counts twice, as the error and as the end.
+are different Xids, failures of jobs on one or more hosts, times out of service, and repair tickets. These rules count
+the first two, because the other two belong to a scheduler. Ports that dropped and straggling ranks are added, because
+they slow runs down without ending them. Each sign counts once, so that a storm of one error is one sign. An error that
+ended a run counts twice, as the error and as the end.
 """
 
 from __future__ import annotations

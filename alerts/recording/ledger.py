@@ -375,7 +375,8 @@ _FLEET = (
 def _of_window(record: Record, window: str, period: str) -> Record:
     """Return a rule for one window: `window` is its length and the end of names, `period` its name in texts.
 
-    A run that began just before the window may have no scrape before the window, so SINCE is five minutes longer.
+    A run that began just before the window may have no scrape before the window. So the placeholder SINCE is five
+    minutes longer than the window.
     """
     length = seconds(window)
     words = {"WINDOW": window, "LENGTH": window, "SECONDS": f"{length:g}_seconds", "SINCE": f"{length + 300:g}_seconds"}

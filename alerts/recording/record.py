@@ -1,4 +1,4 @@
-"""Class of recording rules, and how often each group of rules is evaluated."""
+"""Class of recording rules, and the evaluation interval of each group of rules."""
 
 from __future__ import annotations
 

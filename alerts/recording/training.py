@@ -5,11 +5,13 @@ before sums, and both sides of a ratio are summed over the same series before th
 its one side, where topk keeps it unique. An exporter serves one host, so `instance` has as many values as there are
 hosts.
 
-Scores use the lowest wait that is not below the median. It is exactly the upper median, and its cost is linear in the
-number of ranks. A restarted rank may be on another host, so its windows before the restart do not count. Tokens are
-compared per step, because ranks in the same step are scraped at different times. A failed scrape is not the end of a
-rank, so labels are read from the last four scrapes. vmalert sees a recorded series one evaluation late. So a rule that
-ranks others does not read one.
+Scores use the lowest wait that is not below the median. This wait is exactly the upper median, and its cost is linear
+in the number of ranks. A restarted rank may be on another host, so its windows before the restart do not count. Tokens
+are compared per step, because ranks in the same step are scraped at different times. A failed scrape is not the end of
+a rank, so labels are read from the last four scrapes.
+
+vmalert sees a recorded series one evaluation late. So a rule that tests whether a rank has the maximum of its run
+computes this maximum itself.
 """
 
 from __future__ import annotations
