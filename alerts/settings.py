@@ -47,7 +47,7 @@ class AlertSettings:
     rate_share: float = 0.99  # share of the port's highest rate, below 1 because reported rates are rounded
     transceiver_celsius: float = 70.0  # NVIDIA UFM's limit
 
-    group_wait: float = 45.0  # a cause may be sent two evaluations after its consequence, which takes less
+    group_wait: float = 45.0  # longer than two evaluations, the largest delay of a cause after its consequence
     group_interval: float = 120.0
     repeat_interval: float = 43_200.0
     watchdog_interval: float = 60.0

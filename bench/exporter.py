@@ -69,7 +69,7 @@ ACCEPT = {  # what Prometheus sends
 
 @dataclass
 class Side:
-    """One exporter under test: its process, its port, and the measurements of its scrapes."""
+    """One exporter or ledger under test: its process, its port, and the measurements of its scrapes."""
 
     name: str
     process: subprocess.Popen[bytes]

@@ -2,7 +2,7 @@
 
     python bench/exposition.py
 
-All methods render the same series. Values are integers, as drivers return them, and every other family is in
+All methods render the same series. Values are integers, as drivers return them, and every second family is in
 thousandths. flopwatch and the custom collector get new values at each scrape. The Gauge objects were set before,
 because setting them is not timed. The custom collector builds its families at each scrape, as the guide of
 prometheus_client recommends for exporters.

@@ -165,7 +165,7 @@ def turns(
             loop(steps)
             taken[name].append((time.perf_counter_ns() - began) / steps)
             if name in digested:
-                # Less what a snapshot costs with nothing to add up, which belongs to the push.
+                # Without the cost of a snapshot that has nothing to add up, because it belongs to the push.
                 digested[name].append((hook.digest() - hook.digest()) / steps * 1e9)
     gc.unfreeze()
     return taken, digested

@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "exporter"))
 
 from bench.exporter import Side, free_port, running
 
-INTERVAL = 15.0  # seconds between a node's reports
+INTERVAL = 15.0  # seconds between two records of a node
 OUTAGE = 600.0
 AT_ONCE = 64
 AGE = 3600.0  # of the processes when it begins
@@ -165,7 +165,7 @@ def measure(nodes: int, runs: int, seconds: float, folder: Path) -> None:
     now = time.time()
     started, shift = now - AGE, -OUTAGE - seconds - 120
     with ledger(folder) as side:
-        asyncio.run(at_once(side.port, nodes, runs, started, now + shift - 60))  # the first report of each node
+        asyncio.run(at_once(side.port, nodes, runs, started, now + shift - 60))  # the first record of each node
         used = side.used()
         taken = asyncio.run(steady(side.port, nodes, runs, started, shift, seconds))
         used = side.used() - used

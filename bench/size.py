@@ -49,7 +49,7 @@ from flopwatch.simulate.node import SimulatedNode
 RUN, HOST = "run-of-template", "host-of-template"
 RECORDS_AND_ALERTS = ".+:.+|ALERTS.*"  # names
 MAX_ERROR = 0.15
-PARTS = ("series recorded",)  # contained in another figure
+PARTS = ("series recorded",)  # rows whose series another row counts, too
 START_TIMEOUT = 60.0  # seconds until exporter, ranks and ledger serve all families
 
 

@@ -60,7 +60,7 @@ class Slope(NamedTuple):
 
 
 def slope(seconds: Sequence[float], values: Sequence[float]) -> Slope:
-    """Fit a line by least squares to the means of BLOCKS blocks of the values, which were measured at `seconds`."""
+    """Return the slope of the least-squares line through the means of BLOCKS blocks of `values` at `seconds`."""
     size = len(values) / BLOCKS
     cuts = [round(block * size) for block in range(BLOCKS + 1)]
     blocks = [slice(start, stop) for start, stop in pairwise(cuts)]

@@ -21,7 +21,7 @@ Threshold = tuple[float | None, str]  # (from this value on, colour); None is mi
 DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 RATE_INTERVAL = "$__rate_interval"  # Grafana's: at least four scrapes, and no less than the step
 COLUMNS = 24  # of Grafana's grid
-CELLS = 120  # of a status history along its width
+CELLS = 120  # of a status history, along the time axis
 LABEL, FIELD = "${__field.labels.%s}", '${__data.fields["%s"]}'  # in a link: of the series, or of the table's row
 
 # Keys of grafanalib that no Grafana since 8 reads, or that repeat a default.

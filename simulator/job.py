@@ -146,7 +146,7 @@ class Rank:
                 os.kill(os.getpid(), signal.SIGKILL)
             late = job.seconds is not None and time.time() - began >= job.seconds
             if self.rank == 0 and (late or wanted["stop"]):
-                self.last.value = step  # before the barrier, so that no rank goes on alone into the next one
+                self.last.value = step  # before the barrier, so that no rank enters the next one alone
             with run.collective_wait():
                 self.barrier.wait(MAX_WAIT)
             loss = 1.9 + 8 / (step + 1) ** 0.5

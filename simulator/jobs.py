@@ -19,7 +19,7 @@ class TrainingJob:
     tenant: str = ""
     mesh: Mapping[str, int] = field(default_factory=dict)  # axis to size; the product is the GPUs
     step_seconds: float = 8.0
-    step_spread: float = 0.01  # relative, drawn once per stretch between two checkpoints
+    step_spread: float = 0.01  # relative, drawn again after each checkpoint
     mfu: float = 0.41
     peak_flops: float = 989.4e12  # of a GPU
     checkpoint_every: float = 600.0

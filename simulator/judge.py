@@ -71,7 +71,7 @@ class FleetJudgement:
     mistakes: Counter[tuple[str, str]] = field(default_factory=Counter)  # kind of fault, cause in the ledger
     missed: list[str] = field(default_factory=list)  # ends, slowdowns and stalls that the ledger does not have
     invented: list[str] = field(default_factory=list)  # incidents of attempts without a fault
-    not_judged: Counter[str] = field(default_factory=Counter)  # faults too short to show, or part of another's loss
+    not_judged: Counter[str] = field(default_factory=Counter)  # faults too short or part of another loss
 
     @property
     def off(self) -> list[tuple[str, Figure]]:

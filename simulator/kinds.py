@@ -194,7 +194,7 @@ def _dark_host(rng: random.Random) -> Made:
 
 def _sick_gpu(rng: random.Random, card: CardSymptoms) -> Made:
     rank = rng.randrange(RANKS)
-    behind = frozenset({rank} if rng.random() < 0.5 else ())  # the host can be ahead of its GPU
+    behind = frozenset({rank} if rng.random() < 0.5 else ())  # the process can be ahead of its GPU
     return Trouble(rng.uniform(*HANGS_FROM), hangs=True, behind=behind, cards={rank: card}), ExpectedVerdict(rank)
 
 

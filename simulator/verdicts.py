@@ -29,7 +29,7 @@ ALERT = {"stragglers": "TrainingStraggler", "hangs": "TrainingHang"}
 RANK = {"stragglers": "rank:training_straggler:confirmed", "hangs": "rank:training_hang:suspect"}
 HOST = {"stragglers": "host:training_straggler:candidate", "hangs": "host:training_hang:suspect"}
 TEXT_AT = {"stragglers": 780, "hangs": 555}  # seconds at which the alert text is read, before a silent rank is dropped
-MIN_RIGHT = 0.95  # share of the jobs of a kind
+MIN_RIGHT = 0.95  # required share of explained jobs of a kind
 
 
 @dataclass(frozen=True)
