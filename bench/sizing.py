@@ -80,7 +80,7 @@ class Counts:
 
 @functools.cache
 def counts() -> Counts:
-    """Return the series of a healthy node and of its ledger, counted in the golden file."""
+    """Return the numbers of series of a healthy node and of its ledger, from the golden file."""
     golden = json.loads(GOLDEN.read_text())
     owners: Counter[str] = Counter()
     for name, count in golden["exporter"].items():

@@ -401,5 +401,5 @@ def ref(index: int) -> str:
 
 
 def clean(frame: Json) -> Json:
-    """Return a panel without empty values and without settings that Grafana no longer reads."""
+    """Return a panel or dashboard without empty values and without settings that Grafana no longer reads."""
     return {key: value for key, value in frame.items() if value is not None and key not in LEFTOVERS}

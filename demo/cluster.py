@@ -181,7 +181,7 @@ class ServedCluster:
         return special.get(node) or next(runs, SPARE)
 
     def _move(self, world: SimulatedCluster, t: float) -> None:
-        """Update load, heat and link errors of the simulated drivers to the state of the cluster."""
+        """Set load, temperature and link errors of the simulated nodes to match the runs and faults at time `t`."""
         trains = {
             one.job.name: one.attempt is not None and one.attempt.activity == "step" and one.attempt.ended is None
             for one in world.jobs

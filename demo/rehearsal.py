@@ -112,7 +112,7 @@ def rule_groups(settings: AlertSettings) -> dict[str, object]:
 def evaluated(scraped: ScrapedSeries, promtool: str, settings: AlertSettings, folder: Path) -> list[Firing]:
     """Return the alerts that fire at each evaluation. Raises StackError if promtool fails.
 
-    The tests of promtool expect no alerts, so it prints all that fire.
+    The tests for promtool expect no alerts, so promtool prints all alerts that fire.
     """
     names = {alert.name for alert in alerts(settings) if is_sent(alert)}
     (folder / "rules.yaml").write_text(json.dumps(rule_groups(settings)))

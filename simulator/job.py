@@ -191,7 +191,7 @@ def train(job: JobSettings, launched: int, attempt: int, rank: int, barrier: Bar
 
 
 def launch(job: JobSettings) -> int:
-    """Run all ranks and return the exit status. When a rank dies, restart all ranks, as torchrun does."""
+    """Run all ranks and return the exit status. When a rank dies, restart all, up to `max_restarts` times."""
     (job.out / "pids").mkdir(parents=True, exist_ok=True)
     context = multiprocessing.get_context("spawn")
     launched = int(time.time())

@@ -219,7 +219,7 @@ def _in_its_group(rng: random.Random) -> Made:
 
 
 def _no_evidence(rng: random.Random) -> Made:
-    """Draw a hang without evidence on any rank. In half of the jobs, pipeline stages wait at different lines."""
+    """Draw a hang without evidence on any rank. In half of the jobs, stages wait at different lines of code."""
     return Trouble(rng.uniform(*HANGS_FROM), hangs=True, stages=rng.choice(((1.0,), _stages(rng)))), ExpectedVerdict()
 
 

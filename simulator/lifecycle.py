@@ -35,7 +35,7 @@ class JobLifecycle:
             events.at(state.job.begins, partial(self.launch, state))
 
     def after(self, state: JobState, t: float, action: Callable[[JobState, float], None]) -> None:
-        """Schedule an action at `t` that begins the next phase of a job, unless another phase begins before `t`."""
+        """Schedule an action for `t` that begins the job's next phase, or drop it if another phase begins earlier."""
         phase = state.phase
 
         def unless_overtaken(now: float) -> None:

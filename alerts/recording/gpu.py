@@ -1,8 +1,8 @@
 """Recording rules on GPUs: power and energy of a run, and which GPUs are in use.
 
-Joins have the ranks on their many side. So two runs on one GPU, or a rank that has two GPUs for minutes after it moved,
-break nothing. Energy is summed over exporters in the same way as tokens. So a restarted or a second exporter affects
-both sides of joules per token.
+Joins have the ranks on their many side. So they still work if two runs share a GPU, or if a rank has two GPUs for some
+minutes after it moved. Energy is summed over exporters in the same way as tokens. So a restarted or a second exporter
+affects both sides of joules per token.
 """
 
 from __future__ import annotations
