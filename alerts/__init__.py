@@ -47,7 +47,7 @@ def rules(settings: AlertSettings) -> dict[str, object]:
 
 
 def rules_yaml(settings: AlertSettings) -> str:
-    """Return the rule file's text."""
+    """Return the text of the rule file with all rules."""
     return as_yaml(rules(settings))
 
 
@@ -71,6 +71,6 @@ _Dumper.add_representer(str, _Dumper.represent_str)
 
 
 def as_yaml(content: Mapping[str, object], by: str = "alerts") -> str:
-    """Return YAML with a notice that `python -m {by}` generates it."""
+    """Return `content` as YAML, below a comment that `python -m {by}` generates it."""
     text: str = yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100_000)
     return NOTICE.format(by) + text

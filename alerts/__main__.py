@@ -42,7 +42,7 @@ KNOBS: dict[str, tuple[Callable[[str], Any], str]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Read the flags and write both files."""
+    """Read the flags and write rules.yaml and alertmanager.yml."""
     parser = argparse.ArgumentParser(prog="python -m alerts", description=__doc__)
     parser.add_argument("out", type=Path)
     default = AlertSettings()

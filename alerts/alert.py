@@ -1,4 +1,4 @@
-"""An alert, and the rule and annotations that it becomes."""
+"""Class of alerts, with the rule, the labels and the annotations of an alert."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ BOARDS = {"run": ("run", "run"), "device": ("fabric", "host"), "leaf": ("fabric"
 class Alert:
     """One alerting rule, with placeholders (alerts/template.py) until `at` fills them in.
 
-    `identity` are the labels its expression gives; with the name and severity they are the alert. `summary` is a static
-    sentence; `description` names run, rank, host, GPU or port and the value. Texts are Prometheus templates.
+    `identity` has the labels of the expression's series. Together with name and severity, they identify an alert.
+    `summary` is a static sentence. `description` names run, rank, host, GPU or port and the value. `expr` is PromQL,
+    and the texts are Prometheus templates.
     """
 
     name: str
@@ -34,7 +35,7 @@ class Alert:
     shadow: bool = False  # evaluated and recorded, but sent to no receiver
 
     def at(self, settings: AlertSettings) -> Alert:
-        """Return the alert as Prometheus reads it."""
+        """Return the alert as Prometheus reads it, with all placeholders filled in."""
         return replace(
             self,
             expr=fill(self.expr, settings, FRAGMENTS),
@@ -50,7 +51,7 @@ class Alert:
         return {"severity": self.severity, **({"shadow": "true"} if self.shadow else {})}
 
     def annotations(self, settings: AlertSettings) -> dict[str, str]:
-        """Return summary, description and the links to runbook and dashboard."""
+        """Return the annotations: summary, description and the links to runbook and dashboard."""
         return {
             "summary": self.summary,
             "description": self.description,
@@ -68,7 +69,7 @@ class Alert:
     def rule(self, settings: AlertSettings) -> dict[str, object]:
         """Return the rule as an entry of a rule file."""
         keep = {"keep_firing_for": self.keep_firing_for} if self.keep_firing_for else {}
-        # Alertmanager routes by it, where there are teams to route to.
+        # Alertmanager routes by the label `team` if the settings have teams.
         routed = "run" in self.identity and self.severity in ("critical", "warning")
         team = {"team": _team(settings)} if settings.teams and routed else {}
         return {

@@ -1,4 +1,4 @@
-"""Parts that several alerts share: the host of an exporter, the runs on a host, and the meanings of Xids."""
+"""Fragments of PromQL and templates that several alerts share: host of an exporter, runs on a host, Xid meanings."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Iterable, Mapping
 
 from flopwatch.catalogue.xid import XidMeaning, paging_xids, xids
 
-# Xids of broken hardware after which a GPU may go on, down to severity error. 63 is less: it recurs harmlessly, and a
+# Xids of broken hardware after which a GPU may go on, from severity error on. Xid 63 is below: it is harmless, and a
 # remap that waits for a reset is GpuRepairPending.
 HARDWARE_CLASSES = ("memory", "nvlink", "pcie", "power", "firmware")
 
-# Alerts that explain why every run with a rank on their host stands still. Those on a switch, port or GPU explain it
-# only while they are news: they may fire for days next to a healthy run.
+# Alerts that explain why every run with a rank on their host has stopped. Those on a switch, port or GPU explain it
+# only in their first half hour, because they may fire for days without harm to a run.
 HOST_CAUSES = ("NodeLost", "HostOnFaultyLeaf", "Maintenance")
 PART_CAUSES = ("NvswitchSxid", "InfinibandPortDown")
 GPU_CAUSES = (
@@ -32,7 +32,8 @@ OF_RUN = f"{STANDS_STILL}|TrainingStraggler"
 def each_series(query: str, arguments: str, text: str, by: str = "") -> str:
     """Return a Prometheus template that prints `text` for each series of a query whose %q are filled with `arguments`.
 
-    An aggregation has no order: its series are printed by the first label that it keeps, others by the label `by`.
+    Series are sorted by the label `by`. By default, those of an aggregation are sorted by the first label that it
+    keeps, because their order would be random.
     """
     aggregation = re.match(r"(?:max|min|sum|count|group) by \((\w+)", query)
     order = by or (aggregation.group(1) if aggregation else "")
@@ -41,7 +42,10 @@ def each_series(query: str, arguments: str, text: str, by: str = "") -> str:
 
 
 def each_port(problem: str, text: str) -> str:
-    """Return a template that prints `text` if the port of the alert has this problem; %[1]q, %[2]q are its labels."""
+    """Return a template that prints `text` if the port of the alert has a series in `problem`, a PromQL expression.
+
+    In `problem`, %[1]q stands for the device, %[2]q for the port and %[3]q for the host.
+    """
     query = f"max(({problem}) and on (instance, device, port) infiniband_info{{host=%[3]q}})"
     return each_series(query, "$labels.device $labels.port $labels.host", text)
 
@@ -65,9 +69,9 @@ _JOB = [code for code, row in xids().items() if not row.page and row.category in
 _APPLICATION = [code for code, row in xids().items() if row.category == "application"]
 
 FRAGMENTS: Mapping[str, str] = {
-    # Host of an exporter, joined on `instance`, so that a GPU without a name has a host as well. The current host comes
-    # before the last known one, so that a renamed host has its new name at once. An exporter without a known host gives
-    # an alert without one, but not in its first two minutes, since the host is recorded once a minute.
+    # Host of an exporter, joined on `instance`, so that a GPU without a name has a host as well. The current host has
+    # priority over the last known one, so that a renamed host has its new name at once. An exporter without a known
+    # host gives an alert without `host`, but not in its first two minutes, because the host is recorded once a minute.
     "host": """\
 topk by (instance) (1,
   instance:host:info
@@ -76,7 +80,7 @@ topk by (instance) (1,
     or on (instance)
   group by (instance) (flopwatch_build_info offset <2m>)
 )""",
-    # The host of an exporter, or none if it is not known yet.
+    # The host of an exporter, or a series without `host` if it is not known yet.
     "host_of_exporter": """\
 (
   instance:host:info
@@ -109,7 +113,7 @@ topk by (instance) (1,
         "topk(1, max by (gpu) (last_over_time(gpu_info{uuid=%q}[<5m>])))", "$labels.uuid", " {{ .Labels.gpu }}"
     )
     + "{{ with $labels.uuid }} ({{ . }}){{ end }}{{ with $labels.host }} of {{ . }}{{ end }}",
-    # Ranks of the GPU $labels.uuid. A GPU without a uuid has none.
+    # Ranks on the GPU $labels.uuid. A GPU without a uuid has no known ranks.
     "ranks_on_gpu": each_series(
         'group by (run, rank) (last_over_time(training_rank_info{uuid=%q,uuid!=""}[<5m>]))',
         "$labels.uuid",
@@ -126,7 +130,7 @@ topk by (instance) (1,
         "$labels.run .Labels.rank",
         " on {{ .Labels.host }}",
     ),
-    # Source lines at which ranks of the run $labels.run are stuck, and ranks that are alone at one.
+    # Source lines at which ranks of the run $labels.run are stuck, and the ranks at lines with at most two ranks.
     "lines": each_series(
         "sort_desc(topk(2, count by (at) (training_stuck_frame_info{run=%[1]q}) > 2))",
         "$labels.run",

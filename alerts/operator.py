@@ -51,7 +51,7 @@ def translated(key: str, value: Any) -> Any:
 
 
 def matcher(text: str) -> Json:
-    """Parse a matcher. Raises ValueError unless it has the form name = "value"."""
+    """Return a matcher of Alertmanager in the operator's fields. Raises ValueError if it is not like name = "value"."""
     found = MATCHER.fullmatch(text)
     if found is None:
         raise ValueError(f'matcher {text}: write it as name = "value"')
@@ -60,6 +60,6 @@ def matcher(text: str) -> Json:
 
 
 def camel(name: str) -> str:
-    """Return the operator's name of an option."""
+    """Return the operator's name for an option of Alertmanager's configuration."""
     first, *rest = name.split("_")
     return NAMES.get(name, first + "".join(word.capitalize() for word in rest))

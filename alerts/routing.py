@@ -1,13 +1,13 @@
 """Alertmanager's configuration: receivers of each severity, and which alerts are consequences of others.
 
-Critical alerts go to PagerDuty and Slack, warnings to Slack, info and none to no receiver. A team in the settings has
-its own Slack channel and PagerDuty service, for alerts that carry its label. Whether an alert of a run is critical
-depends on the run's size (run:training_page:bool). A webhook and an e-mail address get all alerts if they are set.
+Critical alerts are sent to PagerDuty and Slack, warnings to Slack, info and none to no receiver. A team in the settings
+has its own Slack channel and PagerDuty service, for alerts with its label. Whether an alert of a run is critical
+depends on the run's size (run:training_page:bool). A webhook and an e-mail address receive all alerts if they are set.
 
 One incident is one page, because consequences are inhibited (INHIBITIONS). A cause is sent no later than its
 consequence, and `group_wait` is longer than the evaluations between the two. A cause ends no earlier than a page that
-it inhibits. A host and a run share no label, and neither do a leaf and its hosts: RunOnFaultyHost and HostOnFaultyLeaf
-connect them, and are sent to no receiver.
+it inhibits. A host and a run share no label, and neither do a leaf and its hosts. The alerts RunOnFaultyHost and
+HostOnFaultyLeaf connect them, and are sent to no receiver.
 
 Secrets are read from files. `api_url_file` and `routing_key_file` need Alertmanager 0.25, a webhook's `url_file` 0.26.
 https://prometheus.io/docs/alerting/latest/configuration/
@@ -55,9 +55,9 @@ GROUP_BY = ["alertname", "tenant", "run", "host", "leaf"]
 
 @dataclass(frozen=True, slots=True)
 class Inhibition:
-    """An inhibition: while one of `causes` fires, `consequences` with the same `equal` labels are not sent.
+    """Inhibition: while an alert of `causes` fires, alerts of `consequences` with the same `equal` labels are not sent.
 
-    Both are regular expressions of alert names, anchored; `where` are further matchers of the consequence.
+    Both are anchored regular expressions of alert names. `where` has further matchers of the consequence.
     """
 
     causes: str
@@ -81,7 +81,7 @@ INHIBITIONS = (
     Inhibition("RunOnFaultyHost", f"{OF_RUN}|{SLOW}|{ACCOUNTING}", ("run",)),
     # An NVLink's Xid follows from what its switch reports.
     Inhibition("NvswitchSxid", "GpuXidCritical", ("host",), ('xid =~ "74|14[4-9]|150"',)),
-    # A node that is lost after one of these is lost because of it: a lost node reports no Xid.
+    # A node that is lost after one of these alerts is lost because of it, since a lost node cannot report an Xid.
     Inhibition("NvswitchSxid|GpuXidCritical", f"NodeLost|{EXPORTER}|{GPU_GONE}|{GPU_ERRORS}|RailImbalance", ("host",)),
     Inhibition("GpuMemoryFailed", "GpuRecoveryNeeded|GpuRepairPending|GpuEccUncorrected", ("host", "uuid")),
     Inhibition("GpuXidCritical", "GpuMemoryFailed", ("host", "uuid")),
@@ -106,7 +106,7 @@ LEDGERS = Inhibition("FlopwatchLedgerDown", "FlopwatchLedgerUnreachable", ())
 
 
 def alertmanager(settings: AlertSettings) -> dict[str, object]:
-    """Return the configuration as Alertmanager reads it."""
+    """Return the configuration of Alertmanager as a dictionary."""
     often = settings.at_pace(settings.watchdog_interval)
     everything = [{"receiver": name, "continue": True} for name in _everything(settings)]
     return {
@@ -171,7 +171,7 @@ def inhibit_rules(settings: AlertSettings) -> list[dict[str, object]]:
         {
             "source_matchers": ['severity = "critical"', 'shadow = ""'],
             "target_matchers": ['severity = "warning"'],
-            "equal": [*GROUP_BY, "device", "port", "uuid"],  # of a host's parts, the same one
+            "equal": [*GROUP_BY, "device", "port", "uuid"],  # also the same port or GPU of a host
         }
     ]
     for one in (*INHIBITIONS, LEDGERS):
@@ -194,7 +194,7 @@ def _of_team(path: Path, team: str) -> Path:
 
 
 def _everything(settings: AlertSettings) -> dict[str, dict[str, object]]:
-    """Return the receivers of every alert, by name."""
+    """Return the receivers that receive every alert, by name."""
     found: dict[str, dict[str, object]] = {}
     if settings.webhook_url_file is not None:
         found["webhook"] = {"webhook_configs": [{"send_resolved": True, "url_file": str(settings.webhook_url_file)}]}

@@ -1,9 +1,9 @@
 """Placeholders in the expressions and texts of rules: `<5m>` is five minutes at pace 1.
 
-- `<5m>` is a duration and `<300_seconds>` a number of seconds; both are divided by the pace.
-- `<4_scrapes>` is a duration in scrape intervals.
+- `<5m>` is a duration and `<300_seconds>` a number of seconds. Both are divided by the pace.
+- `<4_scrapes>` is a duration of four scrape intervals.
 - `<straggler_warning>` is a field of AlertSettings.
-- any other `<name>` is a fragment of PromQL or of a Prometheus template, `<name:30m>` one with a duration in it.
+- Any other `<name>` is a fragment of PromQL or of a Prometheus template, `<name:30m>` one with a duration in it.
 
 PromQL has a space after each `<`, so that a comparison is never mistaken for a placeholder.
 """
@@ -21,10 +21,10 @@ DURATION = re.compile(r"(\d+(?:ms|[wdhms]))+")
 
 
 def fill(text: str, settings: AlertSettings, fragments: Mapping[str, str]) -> str:
-    """Return an indented expression or text as Prometheus reads it.
+    """Return an expression or text without indentation and with its placeholders filled in.
 
-    A fragment of several lines is indented like the line it is in. A name that is neither a field nor a fragment
-    raises KeyError.
+    A fragment of several lines is indented like the line that contains it. Raises AttributeError for a placeholder that
+    is not a duration, a fragment or a field.
     """
     lines = [_fill_line(line, settings, fragments) for line in dedent(text).strip().split("\n")]
     return "\n".join(lines)

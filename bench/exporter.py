@@ -1,16 +1,16 @@
-"""Compare the exporter with Prometheus' node_exporter in one run: CPU per scrape, latency, memory.
+"""The exporter compared with Prometheus' node_exporter, in one run: CPU per scrape, latency, memory.
 
     python bench/exporter.py [--scrapes 500]
 
-InfiniBand alone: both read the same tree, nine ports copied from a captured H100 node (tests/captures/infiniband),
-whose busy counters move before every scrape; they are scraped in turn, as Prometheus does, over a kept connection with
-gzip. node_exporter is Debian's package (demo/servers.py), with every other collector off. The files each side reads in
-one scrape are counted with inotify.
+InfiniBand alone: both read the same tree, nine ports copied from a captured H100 node (tests/captures/infiniband). The
+busy counters of this tree increase before every scrape. Both are scraped in turn, as Prometheus does, over a kept
+connection with gzip. node_exporter is Debian's package (demo/servers.py), with all its other collectors off. The files
+that each side reads in one scrape are counted with inotify.
 
-A whole node: GPUs of the simulated driver, nine ports, eight ranks that push what the hook sends every five seconds;
-the simulation itself runs in this process (bench/under_test.py).
+A whole node: GPUs of the simulated driver, nine ports, and eight ranks that push what the hook sends every five
+seconds. The simulation of the node runs in this process, not in the exporter (bench/under_test.py).
 
-CPU is user and system time of all processes of a side, from /proc; memory the sum of their PSS (smaps_rollup).
+CPU is user and system time of all processes of a side, from /proc. Memory is the sum of their PSS (smaps_rollup).
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ ACCEPT = {  # what Prometheus sends
 
 @dataclass
 class Side:
-    """One exporter: its process, where it answers, and what its scrapes took."""
+    """One exporter or ledger under test: its process, its port, and the measurements of its scrapes."""
 
     name: str
     process: subprocess.Popen[bytes]
@@ -81,7 +81,7 @@ class Side:
     connection: http.client.HTTPConnection | None = None
 
     def scrape(self, *, measured: bool = True) -> str:
-        """Scrape once."""
+        """Scrape once and return the page. Raises RuntimeError if the status is not 200."""
         if self.connection is None:
             self.connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
         began = time.perf_counter()
@@ -95,7 +95,7 @@ class Side:
         return (gzip.decompress(body) if reply.headers["Content-Encoding"] == "gzip" else body).decode()
 
     def processes(self) -> list[int]:
-        """Return the process and its descendants."""
+        """Return the ids of the exporter's process and of its descendants."""
         found, unseen = [], [self.process.pid]
         while unseen:
             found.append(unseen.pop())
@@ -105,7 +105,7 @@ class Side:
         return found
 
     def used(self) -> float:
-        """Return the CPU seconds of all its processes, ended ones included."""
+        """Return the CPU seconds of all processes of the exporter, including ended ones."""
         total = 0
         for pid in self.processes():
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -113,7 +113,7 @@ class Side:
         return total / TICK
 
     def resident(self) -> int:
-        """Return the bytes its processes hold together, shared pages divided among their users."""
+        """Return the memory of the exporter's processes in bytes. Shared pages are divided among their users (PSS)."""
         total = 0
         for pid in self.processes():
             rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
@@ -121,7 +121,7 @@ class Side:
         return total * 1024
 
     def row(self, other: Side | None = None) -> str:
-        """Return the line of the table, with ratios to another side."""
+        """Return the row of the table. With `other`, the row ends with the ratio of the CPU times."""
         cuts = quantiles(self.seconds, n=100)
         numbers = (self.cpu / len(self.seconds) * 1e3, cuts[49] * 1e3, cuts[98] * 1e3, self.memory / 2**20)
         text = f"{self.name:<34} {self.series:>7} " + " ".join(
@@ -133,7 +133,7 @@ class Side:
 
 
 def measure(sides: Sequence[Side], scrapes: int, before: Callable[[], None]) -> None:
-    """Scrape each side in turn so many times, after some to warm up."""
+    """Scrape the sides in turn, `scrapes` times each after 20 scrapes to warm up. `before` runs before each turn."""
     for turn in range(-20, scrapes):
         before()
         if turn == 0:
@@ -149,7 +149,7 @@ def measure(sides: Sequence[Side], scrapes: int, before: Callable[[], None]) -> 
 
 
 class Reads:
-    """Counts the files of a tree that are read, with inotify (IN_ACCESS)."""
+    """Counter of the files of a tree that are read, with inotify (IN_ACCESS)."""
 
     def __init__(self, tree: Path) -> None:
         self._libc = ctypes.CDLL(None, use_errno=True)
@@ -169,7 +169,7 @@ class Reads:
         return found
 
     def close(self) -> None:
-        """Stop counting, which costs the readers."""
+        """Stop counting, because inotify slows the reading processes down."""
         os.close(self._file)
 
 
@@ -177,7 +177,7 @@ class Reads:
 
 
 def ports(tree: Path) -> Callable[[], None]:
-    """Make a sysfs tree of nine ports; return what moves their counters."""
+    """Create a sysfs tree of nine InfiniBand ports, and return a function that increases their counters."""
     for name in PORTS:
         source = "mlx5_bond_0" if name == "mlx5_bond_0" else "mlx5_0"
         shutil.copytree(CAPTURE / source, tree / "class" / "infiniband" / name)
@@ -199,7 +199,7 @@ def ports(tree: Path) -> Callable[[], None]:
 
 
 def infiniband(scrapes: int, folder: Path) -> None:
-    """Compare the two on InfiniBand, and print the lines."""
+    """Compare flopwatch with node_exporter on InfiniBand alone, and print their rows."""
     tree = folder / "sys"
     move = ports(tree)
     port = free_port()
@@ -241,7 +241,7 @@ def infiniband(scrapes: int, folder: Path) -> None:
 
 
 def pushes(uuids: Sequence[str]) -> list[bytes]:
-    """Return what eight ranks send: a recorded push of the hook, for each rank and its GPU."""
+    """Return the pushes of eight ranks: a recorded push of the hook, with the rank and the GPU of each."""
     from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 
     result = []
@@ -259,7 +259,7 @@ def pushes(uuids: Sequence[str]) -> list[bytes]:
 
 
 def push(port: int, body: bytes) -> None:
-    """Push as one rank."""
+    """Send one push to the exporter. Raises RuntimeError if the exporter does not accept all of it."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
     connection.request("POST", "/v1/metrics", body, {"Content-Type": "application/x-protobuf"})
     reply = connection.getresponse()
@@ -270,7 +270,7 @@ def push(port: int, body: bytes) -> None:
 
 
 def whole_node(gpus: int, scrapes: int, folder: Path) -> None:
-    """Measure a simulated node, and print the line."""
+    """Measure flopwatch on a simulated node with eight ranks, and print the row."""
     from flopwatch.simulate.node import SimulatedNode
 
     more_gpus(gpus)
@@ -305,7 +305,7 @@ def whole_node(gpus: int, scrapes: int, folder: Path) -> None:
 
 
 def free_port() -> int:
-    """Return a port that is free now."""
+    """Return a port that is free now on 127.0.0.1."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -314,7 +314,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def running(name: str, command: Sequence[str], port: int) -> Iterator[Side]:
-    """Run an exporter until it answers, and end it at the end."""
+    """Run an exporter until the block ends. Yields once it answers on `port`. Raises RuntimeError if it does not."""
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
         try:
@@ -342,7 +342,7 @@ def _wait_for(name: str, process: subprocess.Popen[bytes], port: int) -> None:
 
 @contextlib.contextmanager
 def serving(name: str, options: Mapping[str, object], folder: Path) -> Iterator[Side]:
-    """Run our exporter with some options of bench/under_test.py."""
+    """Run flopwatch's exporter until the block ends, with these options of bench/under_test.py."""
     port = free_port()
     chosen = {"state": str(folder / "state"), "port": port, "otlp": free_port(), **options}
     command = [sys.executable, str(ROOT / "bench" / "under_test.py"), json.dumps(chosen)]
@@ -351,7 +351,7 @@ def serving(name: str, options: Mapping[str, object], folder: Path) -> Iterator[
 
 
 def main() -> int:
-    """Print the table."""
+    """Measure and print the table. Return 1 if node_exporter cannot be found or fetched."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scrapes", type=int, default=500, help="of each side (default 500)")
     options = parser.parse_args()

@@ -1,10 +1,11 @@
-"""Compare two ways to render /metrics in one run: our joined prefixes and prometheus_client.
+"""Time to render /metrics: flopwatch's joined prefixes compared with prometheus_client, in one run.
 
     python bench/exposition.py
 
-Every way renders the same series with new values each time: integers as drivers give them, every other family in
-thousandths. Gauge objects were set before (setting is not timed); the custom collector builds its families at each
-scrape, as prometheus_client's guide asks of exporters.
+All methods render the same series. Values are integers, as drivers return them, and every second family is in
+thousandths. flopwatch and the custom collector get new values at each scrape. The Gauge objects were set before,
+because setting them is not timed. The custom collector builds its families at each scrape, as the guide of
+prometheus_client recommends for exporters.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ REPEATS = 30
 
 
 def rows(series: int) -> list[Metric]:
-    """Return enough families of eight GPUs for this many series."""
+    """Return gauge families with one series for each of eight GPUs, `series` series together."""
     return [
         Metric(f"gpu_bench_{index}_watts", "gauge", "A reading.", GPU, "a driver call", scale=(1, 1e-3)[index % 2])
         for index in range(series // GPUS)
@@ -37,7 +38,7 @@ def rows(series: int) -> list[Metric]:
 
 
 def samples(families: list[Metric], turn: int) -> list[Sample]:
-    """Return one reading of every series, different at each turn."""
+    """Return one sample of every series. The values are different in each turn."""
     return [
         (row, (str(gpu), f"GPU-51a70000-0000-4000-8000-{gpu:012d}"), (index * 7919 + gpu * 104729 + turn) % 1_000_000)
         for index, row in enumerate(families)
@@ -46,13 +47,13 @@ def samples(families: list[Metric], turn: int) -> list[Sample]:
 
 
 class Families(Collector):
-    """A collector that builds its families at each scrape."""
+    """Collector of prometheus_client that builds its families at each scrape."""
 
     def __init__(self) -> None:
         self.readings: list[Sample] = []
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """Yield a family per row."""
+        """Yield a family with its samples for each row of the catalogue in `readings`."""
         families: dict[str, GaugeMetricFamily] = {}
         for row, labels, value in self.readings:
             family = families.get(row.name)
@@ -63,7 +64,7 @@ class Families(Collector):
 
 
 def milliseconds(render: Callable[[int], object]) -> float:
-    """Return the median time of a call."""
+    """Return the median time of REPEATS calls of `render` in milliseconds. Its argument counts the calls."""
     times = []
     for turn in range(REPEATS):
         began = time.perf_counter()
@@ -73,7 +74,7 @@ def milliseconds(render: Callable[[int], object]) -> float:
 
 
 def compare(series: int) -> tuple[float, float, float]:
-    """Return milliseconds of ours, of Gauge objects and of a custom collector."""
+    """Return the milliseconds to render a page with flopwatch, with Gauge objects and with a custom collector."""
     families = rows(series)
     readings = [samples(families, turn) for turn in range(REPEATS)]
 
@@ -98,7 +99,7 @@ def compare(series: int) -> tuple[float, float, float]:
 
 
 def main() -> None:
-    """Print the table."""
+    """Measure and print the table of rendering times."""
     print(f"{'series':>7} {'joined prefixes':>16} {'Gauge objects':>22} {'custom collector':>22}")
     for series in (1_504, 5_000):
         joined, objects, collector = compare(series)

@@ -4,15 +4,16 @@
 
 flopwatch step          run.step(tokens=n): steps, tokens, FLOPs, capacity, positions, durations and their histogram
 flopwatch full          the same in `for batch in run.batches(...)`, with one `with run.activity(...)` in every step
-ml-goodput step         https://github.com/AI-Hypercomputer/ml-goodput-measurement: record_step_start_time, with the
-                        cloud logger, which would queue the entry for a thread of its own, doing nothing
-Lightning update        lightning.fabric.utilities.throughput.Throughput.update with what it requires: no tokens, FLOPs
+ml-goodput step         https://github.com/AI-Hypercomputer/ml-goodput-measurement: record_step_start_time, with a
+                        cloud logger that does nothing, where the real one would queue the entry for its thread
+Lightning update        lightning.fabric.utilities.throughput.Throughput.update with its required arguments only,
+                        which are neither tokens nor FLOPs
 opentelemetry           synchronous instruments that count what `flopwatch full` counts
 
-All take turns in one process, so the ratios hold on a noisy machine. Turns are short, and medians exclude turns that
-other programs disturbed. The garbage collector is on, and older objects are frozen, so each loop pays for its own
-garbage. The hook adds its events up in another thread, whose cost is measured too: CPU time of adding up per step, and
-of a push by the real thread to a real server in another process.
+All loops take turns in one process, so the ratios hold on a noisy machine. Turns are short, and medians exclude turns
+that other programs disturbed. The garbage collector is on, and earlier objects are frozen, so each loop pays for its
+own garbage only. The hook adds up its events in another thread, whose cost is measured too. It is the CPU time per step
+to add them up, and that of a push by the real thread to a real server in another process.
 """
 
 from __future__ import annotations
@@ -44,19 +45,19 @@ Loop = Callable[[int], object]
 
 
 class Hook:
-    """Run that does not push, and the CPU time of adding up the events of its loops."""
+    """Loops that record steps with a `Run` that does not push."""
 
     def __init__(self) -> None:
         self.run = Run("bench", flops_per_token=FLOPS_PER_TOKEN, peak_flops=PEAK, environ={"FLOPWATCH_DISABLE": "1"})
 
     def step(self, steps: int) -> None:
-        """Record steps and nothing else."""
+        """Record `steps` steps and nothing else."""
         run = self.run
         for _ in range(steps):
             run.step(tokens=TOKENS)
 
     def full(self, steps: int) -> None:
-        """Record steps, the waits for their batches, and an activity in each step."""
+        """Record `steps` steps, the waits for their batches, and an activity in each step."""
         run = self.run
         for _ in run.batches(range(steps)):
             with run.activity("other"):
@@ -64,7 +65,7 @@ class Hook:
             run.step(tokens=TOKENS)
 
     def digest(self) -> float:
-        """Add up the events like the push thread; return the CPU seconds."""
+        """Add up the recorded events as the push thread does, and return the CPU seconds."""
         began = time.thread_time()
         self.run.snapshot()
         return time.thread_time() - began
@@ -138,7 +139,7 @@ def instruments() -> Loop:
 
 
 def nothing(steps: int) -> None:
-    """Loop without recording anything."""
+    """Run an empty loop of `steps` steps."""
     for _ in range(steps):
         pass
 
@@ -146,7 +147,10 @@ def nothing(steps: int) -> None:
 def turns(
     loops: dict[str, Loop], hook: Hook, steps: int, count: int
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Return the nanoseconds a step took in each loop, and to be added up, turn by turn; a turn is all loops once."""
+    """Run every loop once per turn, and return for each loop and turn the nanoseconds of a step.
+
+    The second dictionary has the nanoseconds to add up the events of a step, for the loops of flopwatch.
+    """
     for loop in loops.values():
         loop(steps)  # warm, and beyond Lightning's window
         hook.digest()
@@ -161,14 +165,14 @@ def turns(
             loop(steps)
             taken[name].append((time.perf_counter_ns() - began) / steps)
             if name in digested:
-                # Less what a snapshot costs with nothing to add up, which belongs to the push.
+                # Without the cost of a snapshot that has nothing to add up, because it belongs to the push.
                 digested[name].append((hook.digest() - hook.digest()) / steps * 1e9)
     gc.unfreeze()
     return taken, digested
 
 
 def take_pushes(ready: Connection) -> None:
-    """Serve pushes as the exporter does, in a process of its own; send the port to `ready`."""
+    """Serve pushes as the exporter does, as the main function of a process. Send the port to `ready`."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -187,7 +191,7 @@ def take_pushes(ready: Connection) -> None:
 
 @contextmanager
 def receiver() -> Iterator[str]:
-    """Run a server for pushes and give its URL."""
+    """Run a server for pushes until the block ends, and yield its URL."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=take_pushes, args=(theirs,), daemon=True)
@@ -200,7 +204,7 @@ def receiver() -> Iterator[str]:
 
 
 def pusher_clock() -> Callable[[], float]:
-    """Return a function that reads the CPU seconds of the hook's thread."""
+    """Return a function that returns the CPU seconds that the hook's thread has used."""
     [thread] = [thread for thread in threading.enumerate() if thread.name == "flopwatch"]
     assert thread.ident is not None
     clock = time.pthread_getcpuclockid(thread.ident)
@@ -208,7 +212,7 @@ def pusher_clock() -> Callable[[], float]:
 
 
 def push_seconds(endpoint: str, pushes: int) -> float:
-    """Return the CPU seconds of one push of a run with the events of a plain loop."""
+    """Return the mean CPU seconds of a push to `endpoint`, for a run with one recorded step."""
     run = Run("bench", flops_per_token=FLOPS_PER_TOKEN, peak_flops=PEAK, endpoint=endpoint, push_interval=0.1)
     run.step(tokens=TOKENS, loss=1.0)
     cpu = pusher_clock()

@@ -1,15 +1,16 @@
-"""Load test of the ledger with the reports of 4,096 nodes: latency, CPU, and time to catch up after an outage.
+"""Load test of the ledger with the records of 4,096 nodes: latency, CPU, and time to catch up after an outage.
 
     python bench/ledger.py [--nodes 4096] [--seconds 45]
 
-Every node of a simulated cluster reports every 15 s at a random phase, as an exporter does: a connection, a token, one
-cumulative record of 8 ranks, answered with 200 once it is on disk. The ledger is `flopwatch ledger` as shipped, on one
-core. The nodes run on the others. They report once as 64 runs, and once as one run of all nodes, which has the most to
-write at a time.
+Every node of a simulated cluster sends a record of 8 ranks every 15 s at a random phase, as an exporter does: with its
+own connection and a token. The ledger answers with 200 once the record is on disk. The ledger is `flopwatch ledger` as
+shipped, on one core. The nodes run on the other cores. They first belong to 64 runs, then to one run, which has the
+most to write at a time.
 
-Then the ledger is killed, and started again ten minutes later by the records' clock. During an outage a node keeps the
-newest record of a run, so each has one to deliver. They are sent 64 at a time, as fast as they are answered, which is
-faster than exporters send them (each after up to 90 s). Then it is scraped, and the result must match what was sent.
+Then the ledger is killed and started again. The times of the records are ten minutes later than before. During an
+outage, a node keeps the newest record of a run, so each node has one to deliver. They are sent 64 at a time, as fast as
+they are answered. This is faster than exporters, which wait up to 90 s. Then the ledger is scraped, and its totals must
+match the records.
 
 CPU is user and system time of the ledger's process, from /proc. p99 is the time from connecting to the answer.
 """
@@ -35,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "exporter"))
 
 from bench.exporter import Side, free_port, running
 
-INTERVAL = 15.0  # seconds between a node's reports
+INTERVAL = 15.0  # seconds between two records of a node
 OUTAGE = 600.0
 AT_ONCE = 64
 AGE = 3600.0  # of the processes when it begins
@@ -44,7 +45,7 @@ TOKEN = "s3cret"
 
 
 def record(node: int, runs: int, started: float, t: float) -> bytes:
-    """Return the request of a node with the progress of its 8 ranks at a time."""
+    """Return the HTTP request with the record of a node and its 8 ranks at Unix time `t`."""
     age = t - started
     body = json.dumps(
         [
@@ -77,7 +78,10 @@ def record(node: int, runs: int, started: float, t: float) -> bytes:
 
 
 async def deliver(port: int, request: bytes) -> float:
-    """Send a request on a new connection, and return the seconds until the answer."""
+    """Send a request on a new connection, and return the seconds until the answer.
+
+    Raises RuntimeError if the status is not 200.
+    """
     began = time.perf_counter()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(request)
@@ -90,7 +94,10 @@ async def deliver(port: int, request: bytes) -> float:
 
 
 async def steady(port: int, nodes: int, runs: int, started: float, shift: float, seconds: float) -> list[float]:
-    """Send the reports of all nodes for some seconds; return the latency of each report."""
+    """Send a record of each node every INTERVAL seconds, for `seconds`. Return the latency of each request.
+
+    `shift` is added to the time of the records.
+    """
     tasks: list[asyncio.Task[float]] = []
     begin = time.monotonic()
     phases = sorted((random.random() * INTERVAL, node) for node in range(nodes))
@@ -103,7 +110,10 @@ async def steady(port: int, nodes: int, runs: int, started: float, shift: float,
 
 
 async def at_once(port: int, nodes: int, runs: int, started: float, t: float) -> tuple[float, list[float]]:
-    """Send a record of each node as fast as they are answered; return the total seconds and each latency."""
+    """Send a record of each node, AT_ONCE at a time, as fast as they are answered.
+
+    Return the total seconds and the latency of each request.
+    """
     waiting = [record(node, runs, started, t + random.random()) for node in range(nodes)]
     random.shuffle(waiting)
     taken: list[float] = []
@@ -119,7 +129,7 @@ async def at_once(port: int, nodes: int, runs: int, started: float, t: float) ->
 
 @contextlib.contextmanager
 def ledger(folder: Path) -> Iterator[Side]:
-    """Run a ledger on one core."""
+    """Run a ledger on one core until the block ends. This process uses the other cores."""
     port = free_port()
     (folder / "token").write_text(TOKEN)
     command = [
@@ -148,11 +158,14 @@ def ledger(folder: Path) -> Iterator[Side]:
 
 
 def measure(nodes: int, runs: int, seconds: float, folder: Path) -> None:
-    """Measure a cluster, and print its rows."""
+    """Measure a ledger with the records of `nodes` nodes in `runs` runs, and print the rows of the table.
+
+    Raises RuntimeError if the totals of the ledger do not match the records.
+    """
     now = time.time()
     started, shift = now - AGE, -OUTAGE - seconds - 120
     with ledger(folder) as side:
-        asyncio.run(at_once(side.port, nodes, runs, started, now + shift - 60))  # the first report of each node
+        asyncio.run(at_once(side.port, nodes, runs, started, now + shift - 60))  # the first record of each node
         used = side.used()
         taken = asyncio.run(steady(side.port, nodes, runs, started, shift, seconds))
         used = side.used() - used
@@ -178,7 +191,7 @@ def measure(nodes: int, runs: int, seconds: float, folder: Path) -> None:
 
 
 def row(name: str, taken: Sequence[float], used: float, seconds: float, side: Side) -> None:
-    """Print a row of the table."""
+    """Print a row of the table, from the latencies `taken` and the CPU seconds `used` within `seconds`."""
     cuts = quantiles(taken, n=100)
     print(
         f"{name:<36} {len(taken):>7} {len(taken) / seconds:>8.0f}/s "
@@ -189,7 +202,7 @@ def row(name: str, taken: Sequence[float], used: float, seconds: float, side: Si
 
 
 def main() -> int:
-    """Print the table."""
+    """Measure and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=int, default=4096, help="number of nodes that report (default 4096)")
     parser.add_argument("--seconds", type=float, default=45, help="seconds of reports to measure (default 45)")

@@ -1,15 +1,17 @@
-"""The hook's share of a training step, with the example's model in one process: on the GPU if there is one.
+"""Share of a training step that the hook takes, with the example's model on the GPU if there is one.
 
     python bench/overhead.py [--pairs N] [--device cpu|cuda]
 
 Blocks of 20 steps with and without the hook take turns inside one process, because two processes would differ by more
-than the hook costs. Both train a model of their own, with the same weights, on the same batches; the one with the hook
-is watched as in examples/train_lm.py. The median of the pairs' ratios and its 95 % interval (bootstrap) are printed.
+than the hook costs. Both train a model of their own, with the same weights, on the same batches. The one with the hook
+is watched as in examples/train_lm.py. The median of the ratios of all pairs and its 95 % interval (bootstrap) are
+printed.
 
-That interval is wide next to the goal, a share of 0.1 %. So the share is also computed from its parts. One is the time
-that the hook adds to the steps of a tiny model, by the same pairs, for measured steps and for those between. The other
-is the CPU time of the hook's own thread, as if it were taken from the training. On CPU, where a step has one thread,
-the first part and the step are CPU time, which other processes do not disturb; on a GPU both are wall-clock time.
+That interval is wide compared with the goal, a share of 0.1 %. So the share is also computed from its parts. One is the
+time that the hook adds to the steps of a tiny model. It is measured with the same pairs, for measured steps and for
+those between. The other is the CPU time of the hook's own thread, as if it were taken from the training. On CPU, where
+a step has one thread, the first part and the step are CPU time, which other processes do not disturb. On a GPU, both
+are wall-clock time.
 """
 
 from __future__ import annotations
@@ -44,9 +46,9 @@ from flopwatch.training import Run
 EXAMPLE = Path(__file__).parents[1] / "examples" / "train_lm.py"
 BLOCK = 20  # steps
 PUSHES = 4
-NEVER = 1 << 30  # every so many steps
+NEVER = 1 << 30  # steps between two measured ones
 GOAL = 0.001
-# On a GPU the example's model would be over before it began.
+# On a GPU, a step of the example's model would be too short.
 LARGER = {"LAYERS": 12, "WIDTH": 2048, "HEADS": 16, "CONTEXT": 2048, "BATCH": 4}
 
 Batch = tuple[Tensor, Tensor]
@@ -54,7 +56,7 @@ Batch = tuple[Tensor, Tensor]
 
 @contextlib.contextmanager
 def without_global_hooks() -> Iterator[None]:
-    """Remove the hooks on all optimizers of the process inside the context."""
+    """Remove PyTorch's global optimizer hooks of this process until the block ends."""
     taken: list[tuple[dict[int, Any], dict[int, Any]]] = []
     for hooks in (optimizers._global_optimizer_pre_hooks, optimizers._global_optimizer_post_hooks):
         taken.append((hooks, dict(hooks)))
@@ -66,7 +68,7 @@ def without_global_hooks() -> Iterator[None]:
 
 @dataclass
 class Job:
-    """A model in training; with a run, the hook is in its loop."""
+    """A model in training, with flopwatch's hook if `run` is not None."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -74,7 +76,7 @@ class Job:
     run: Run | None
 
     def block(self, batches: Sequence[Batch], clock: Callable[[], float]) -> float:
-        """Train on these batches; return the seconds one of them took by a clock."""
+        """Train on these batches, and return the mean seconds of a step as `clock` measures them."""
         run, device = self.run, next(self.model.parameters()).device
         with contextlib.nullcontext() if run is not None else without_global_hooks():
             return self._block(batches, clock, device)
@@ -103,7 +105,7 @@ class Tiny(nn.Module):
         self.weight = nn.Parameter(torch.ones(8))
 
     def forward(self, inputs: Tensor, _: Tensor) -> Tensor:
-        """Return a loss."""
+        """Return the sum of the weighted inputs as loss."""
         return (self.weight * inputs).sum()
 
 
@@ -120,7 +122,7 @@ def example(device: str) -> ModuleType:
 
 
 def jobs(model: nn.Module, tokens: int, name: str, endpoint: str, **arguments: Any) -> tuple[Job, Job]:
-    """Return the same training without the hook and with it."""
+    """Return two jobs that train equal models, the first without the hook and the second with it."""
     watched = copy.deepcopy(model)
     run = Run(name, model=watched, dtype="fp32", endpoint=endpoint, push_interval=INTERVAL, **arguments)
     return tuple(  # type: ignore[return-value]
@@ -136,7 +138,7 @@ def paired(
     pairs: Iterable[int],
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[tuple[float, float]]:
-    """Return the seconds of a step without the hook and with it; in odd pairs the one without comes first."""
+    """Return the seconds of a step without and with the hook, for each pair. In odd pairs, the plain job runs first."""
     taken = []
     for pair in pairs:
         order = (plain, hooked) if pair % 2 else (hooked, plain)
@@ -146,7 +148,7 @@ def paired(
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Return the 95 % interval of the median, by bootstrap."""
+    """Return the 95 % confidence interval of the median, by bootstrap."""
     draw = random.Random(0)
     medians = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(2000))
     return medians[50], medians[-51]

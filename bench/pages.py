@@ -141,7 +141,7 @@ def families(rules: str) -> list[m.Metric]:
 
 
 def value(row: m.Metric, labels: Mapping[str, str]) -> str:
-    """Return the value of a series as it is in a page, with placeholders."""
+    """Return the text of a series' value in a page, with placeholders for seconds and time."""
     if row is m.TRAINING_COLLECTIVE_WAIT_SECONDS_TOTAL:
         return SECONDS + ("e-1" if labels["rank"] == str(LATE) else "")
     if row in (
@@ -162,7 +162,7 @@ def value(row: m.Metric, labels: Mapping[str, str]) -> str:
 
 
 def expanded(row: m.Metric, labels: Mapping[str, str]) -> Iterator[dict[str, str]]:
-    """Yield `labels` combined with every combination of values of the other labels of a family."""
+    """Yield `labels` completed with every combination of values of the family's other labels."""
     names = [name for name in row.labels if name not in labels]
     every: list[dict[str, str]] = [dict(labels)]
     for name in names:
@@ -172,7 +172,7 @@ def expanded(row: m.Metric, labels: Mapping[str, str]) -> Iterator[dict[str, str
 
 
 def lines(row: m.Metric, labels: Mapping[str, str]) -> Iterator[str]:
-    """Yield the samples of a family in the text format of Prometheus."""
+    """Yield the samples of a family in the text format, for `labels` and all values of the family's other labels."""
     for each in expanded(row, {name: text for name, text in labels.items() if name in row.labels}):
         inside = ",".join(f'{name}="{text}"' for name, text in each.items())
         if row.type == "histogram":
@@ -239,7 +239,7 @@ def ledger(rows: Sequence[m.Metric], nodes: int, began: float) -> Iterator[str]:
 
 
 def bodies(rows: Sequence[m.Metric], nodes: int, began: float) -> Callable[[str], bytes]:
-    """Return a function from a path, /n/17 or /ledger, to its current page."""
+    """Return a function that returns the current page of a path, such as /n/17 for node 17 or /ledger."""
     templates: dict[str, bytes] = {"ledger": "\n".join([*ledger(rows, nodes, began), ""]).encode()}
 
     def body(path: str) -> bytes:
@@ -265,11 +265,11 @@ class PageProtocol(asyncio.Protocol):
         self._body, self._data = body, b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Keep the transport of a new connection."""
+        """Store the transport of a new connection."""
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        """Answer each request that is complete."""
+        """Answer each request that has arrived completely."""
         self._data += data
         while b"\r\n\r\n" in self._data:
             request, _, self._data = self._data.partition(b"\r\n\r\n")
@@ -282,7 +282,7 @@ class PageProtocol(asyncio.Protocol):
 
 
 def serve(names: Sequence[str], nodes: int, began: float, port: int) -> None:
-    """Serve the pages of all nodes and of the ledger until the process is killed."""
+    """Serve the pages of all nodes and of the ledger, with the families `names`, until the process is killed."""
     body = bodies([m.BY_NAME[name] for name in names], nodes, began)
 
     async def main() -> None:

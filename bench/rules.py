@@ -3,11 +3,12 @@
     python bench/rules.py [--gpus 32768] [--minutes 10] [--interval SECONDS]
 
 Prometheus scrapes synthetic pages (bench/pages.py) of all nodes and of one ledger over loopback, each as its own
-target. The figures include the load of scraping.
+target. The measured times include the load of scraping.
 
-Windows longer than --minutes are filled only so far. On fewer than eight processors, the default scrape interval is
-60 s instead of 15 s, because the machine also serves the pages. All windows and intervals scale with the scrape
-interval, so that a rule reads the same number of samples. The time of a group is compared with its interval at 15 s.
+Windows longer than --minutes only contain the samples since the start. On fewer than eight processors, the default
+scrape interval is 60 s instead of 15 s, because the machine also serves the pages. All windows and intervals scale with
+the scrape interval, so that a rule reads the same number of samples. The time of a group is compared with its interval
+at 15 s.
 
 The exit status is 1 if a group took longer than that interval, or if a rule or a scrape failed.
 """
@@ -45,7 +46,7 @@ ANSWER_TIMEOUT = 300.0  # seconds, for an answer while rules take minutes
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A group of rules. Times are in seconds; `mean` and `worst` are of one evaluation of the group."""
+    """A group of rules. Times are in seconds. `mean` and `worst` are the times of one evaluation of the group."""
 
     name: str
     rules: int
@@ -93,20 +94,20 @@ def configuration(settings: AlertSettings, nodes: int, port: int) -> dict[str, o
 
 
 def ask(url: str, query: str) -> list[tuple[dict[str, str], float]]:
-    """Return labels and value of each series of a query. It can take minutes while rules are evaluated."""
+    """Return labels and value of each series of a query. The answer can take minutes while rules are evaluated."""
     address = f"{url}/api/v1/query?{urlencode({'query': query, 'timeout': '5m'})}"
     with build_opener(ProxyHandler({})).open(address, timeout=ANSWER_TIMEOUT) as reply:
         return [(series["metric"], float(series["value"][1])) for series in json.load(reply)["data"]["result"]]
 
 
 def processor(pid: int) -> float:
-    """Return the processor seconds that a process has used."""
+    """Return the CPU seconds that a process has used."""
     stat = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
     return (int(stat[11]) + int(stat[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def waited(pid: int) -> float:
-    """Return the seconds that the live threads of a process waited for a processor.
+    """Return the seconds that the live threads of a process have waited for a processor, in total.
 
     Source: https://docs.kernel.org/scheduler/sched-stats.html#proc-pid-schedstat
     """
@@ -121,7 +122,10 @@ def peak(pid: int) -> int:
 
 
 def measure(gpus: int, seconds: float, settings: AlertSettings, log: Callable[[str], None] = print) -> RulesMeasurement:
-    """Scrape and evaluate for `seconds`, and return the figures of the second half. Raises StackError."""
+    """Run Prometheus over a cluster of `gpus` GPUs for `seconds`, and return what the second half measured.
+
+    Raises StackError if a process fails.
+    """
     nodes = -(-gpus // GPUS)
     rules = rules_yaml(settings)
     rows = families(rules)
@@ -169,7 +173,7 @@ def many_files() -> Iterator[None]:
 
 
 def start_process(stack: ExitStack, target: Callable[..., None], *arguments: object) -> None:
-    """Run a function in a process that ends with the stack."""
+    """Run `target` in a child process that ends with the stack."""
     process = multiprocessing.get_context("spawn").Process(daemon=True, target=target, args=arguments)
     process.start()
     stack.callback(process.join)
@@ -179,7 +183,7 @@ def start_process(stack: ExitStack, target: Callable[..., None], *arguments: obj
 def _evaluations(
     url: str, seconds: float, pause: float
 ) -> tuple[tuple[Group, ...], tuple[tuple[str, float], ...], list[str]]:
-    """Poll the rules of Prometheus for `seconds`; return the groups, the mean of each rule, and the failures."""
+    """Poll the rules of Prometheus for `seconds`. Return the groups, the mean of each rule, and the failures."""
     times: dict[str, dict[str, float]] = {}
     each: dict[tuple[str, int, str], dict[str, float]] = {}
     began = time.monotonic()
@@ -217,7 +221,7 @@ def _measurement(
     cores: float,
     idle: float,
 ) -> RulesMeasurement:
-    """Complete the figures of the evaluations with those that Prometheus has about itself."""
+    """Return the measurement: the given evaluation times and load, and the series that Prometheus reports itself."""
     [(_, down)] = ask(url, "count(up == 0) or vector(0)")
     [(_, firing)] = ask(url, 'count(ALERTS{alertname!="FlopwatchWatchdog"}) or vector(0)')
     [(_, scraped)] = ask(url, "sum(scrape_samples_scraped)")
@@ -240,7 +244,7 @@ def _measurement(
 
 
 def table(measured: RulesMeasurement, shown: int = 8, pace: float = 1.0) -> str:
-    """Return the figures as text. Groups are sorted by their share of the interval at pace 1."""
+    """Return the measurement as text. Groups are sorted by the share of the interval that the worst evaluation took."""
     rows = [f"{'group':24} {'rules':>5} {'interval':>8} {'mean':>8} {'worst':>8} {'of interval':>11}"]
     for group in sorted(measured.groups, key=lambda group: -group.worst / group.interval):
         interval = group.interval * pace
@@ -259,7 +263,7 @@ def table(measured: RulesMeasurement, shown: int = 8, pace: float = 1.0) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print, and return 1 if a group exceeded its interval, or a rule or scrape failed."""
+    """Measure the rules and print the table. Return 1 if a group exceeded its interval, or a rule or scrape failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, default=32_768)
     parser.add_argument(

@@ -8,8 +8,8 @@ and with the series that the hook of PyTorch adds on a GPU. Prometheus scrapes e
 
 Memory is the peak resident memory (VmRSS, in Prometheus process_resident_memory_bytes) in the second half of the time.
 It is compared with the prediction for a head of this age. At a pace of 15, the scrape interval is one second, and
-Prometheus writes a block after eight minutes instead of two hours. The figures then include compaction and a block on
-disk, as after days in production.
+Prometheus writes a block after eight minutes instead of two hours. The measurement then includes compaction and a
+block on disk, as after days in production.
 
 The exit status is 1 if a prediction is off by more than 15 %.
 """
@@ -49,7 +49,7 @@ from flopwatch.simulate.node import SimulatedNode
 RUN, HOST = "run-of-template", "host-of-template"
 RECORDS_AND_ALERTS = ".+:.+|ALERTS.*"  # names
 MAX_ERROR = 0.15
-PARTS = ("series recorded",)  # contained in another figure
+PARTS = ("series recorded",)  # rows whose series another row counts, too
 START_TIMEOUT = 60.0  # seconds until exporter, ranks and ledger serve all families
 
 
@@ -66,9 +66,9 @@ class PageSource:
 
 @contextmanager
 def source(folder: Path) -> Iterator[PageSource]:
-    """Run an exporter on a simulated node, eight ranks and a ledger until the block ends. Their pages are complete.
+    """Run an exporter on a simulated node, eight ranks and a ledger until the block ends.
 
-    Raises StackError if one of them fails.
+    Yields once their pages have all families. Raises StackError if one of the programs fails.
     """
     exporter, otlp, ledger = (f"127.0.0.1:{port}" for port in free_ports(3))
     python = [sys.executable, "-m"]
@@ -113,7 +113,7 @@ def source(folder: Path) -> Iterator[PageSource]:
 
 
 def _is_complete(pages_of: PageSource) -> bool:
-    """Return whether both pages have the families that appear last."""
+    """Return whether the exporter and the ledger serve the families that are the last to appear after a start."""
     last = ("training_committed_steps", "gpu_utilization_ratio", "infiniband_info", "host_process_blocked_seconds")
     try:
         page = fetch(pages_of.exporter).decode()
@@ -125,7 +125,7 @@ def _is_complete(pages_of: PageSource) -> bool:
 
 
 def extended(page: str) -> str:
-    """Return a page with the series that the hook of PyTorch has and the simulated job has not."""
+    """Return a page with the series added that the hook has with PyTorch, but not in the simulated job."""
     ranks = [str(rank) for rank in range(GPUS)]
     lines = []
     for row, series in TORCH.items():
@@ -137,7 +137,10 @@ def extended(page: str) -> str:
 
 
 def pages(node: str, ledger: str, nodes: int) -> Callable[[str], bytes]:
-    """Return a function from a path, /n/17 or /ledger, to its page, made from an exporter's and a ledger's page."""
+    """Return a function that returns the page of a path, /n/17 or /ledger.
+
+    All pages are made from the page of one exporter, `node`, and that of one ledger.
+    """
     own = re.compile(
         rf'^(?!#)[^\n{{]*{{run="{RUN}"(?!,rank=)[^\n]*\n', re.MULTILINE
     )  # series of a run, which one rank has
@@ -201,7 +204,7 @@ def serve(pages_of: PageSource, nodes: int, every: float, ready: Connection) -> 
 
 @dataclass(frozen=True, slots=True)
 class SizeMeasurement:
-    """Series, samples and load of Prometheus."""
+    """Measured series, samples and load of a Prometheus."""
 
     scraped: int  # series, including the five that Prometheus adds for each target
     recorded: int
@@ -221,26 +224,26 @@ class SizeMeasurement:
 
 
 def status(pid: int, name: str) -> int:
-    """Return a figure of /proc/PID/status, in bytes."""
+    """Return the field `name` of /proc/PID/status in bytes."""
     found = re.search(rf"{name}:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
     assert found is not None
     return int(found[1]) * 1024
 
 
 def own(url: str, *names: str) -> list[float]:
-    """Return metrics of Prometheus about itself, 0 for a missing one."""
+    """Return the values of metrics that Prometheus serves about itself, 0 for a missing one."""
     text = fetch(f"{url}/metrics", ANSWER_TIMEOUT).decode()
     return [float(found[1]) if (found := re.search(rf"^{name} (\S+)$", text, re.MULTILINE)) else 0.0 for name in names]
 
 
 def totals(url: str, name: str) -> float:
-    """Return the sum of a family of Prometheus about itself."""
+    """Return the sum over all series of a family that Prometheus serves about itself."""
     text = fetch(f"{url}/metrics", ANSWER_TIMEOUT).decode()
     return sum(float(value) for value in re.findall(rf"^{name}{{.*}} (\S+)$", text, re.MULTILINE))
 
 
 def per_sample(data: Path) -> float | None:
-    """Return the bytes per sample of the newest block in a data folder, including its index; None without a block."""
+    """Return the bytes per sample of the newest block in a data folder, with its index, or None without a block."""
     blocks = sorted(data.glob("*/meta.json"), key=lambda path: path.stat().st_mtime)
     for meta in blocks[-1:]:
         size = sum(path.stat().st_size for path in meta.parent.rglob("*") if path.is_file())
@@ -257,9 +260,9 @@ def measure(
     log: Callable[[str], None] = print,
     pages_of: PageSource | None = None,
 ) -> SizeMeasurement:
-    """Scrape `targets` nodes for `seconds`, and return the size of Prometheus. Raises StackError.
+    """Scrape `targets` nodes for `seconds`, and return the size of Prometheus. Raises StackError if a program fails.
 
-    With `store`, records are also sent to a second Prometheus. `pages_of` is a source that runs already.
+    With `store`, recorded series are also sent to a second Prometheus. `pages_of` is a source that runs already.
     """
     settings = AlertSettings(pace=pace)
     interval = settings.scrape_interval / pace
@@ -324,7 +327,7 @@ def measure(
 
 
 def _start_store(stack: ExitStack, folder: Path, program: Sequence[str]) -> list[dict[str, object]]:
-    """Start a second Prometheus for records, and return the remote write configuration that sends them."""
+    """Start a second Prometheus, and return the remote write configuration that sends recorded series to it."""
     (port,) = free_ports(1)
     (folder / "store.yml").write_text("{}")
     command = [
@@ -379,7 +382,7 @@ def _load(child: Child, url: str, seconds: float) -> PrometheusLoad:
 
 
 def compared(measured: SizeMeasurement, targets: int, seconds: float, pace: float) -> list[tuple[str, float, float]]:
-    """Return name, prediction and measurement of each figure of `flopwatch size`."""
+    """Return name, prediction and measurement of each number that `flopwatch size` predicts."""
     cluster = Cluster(targets, GPUS, PORTS, GPUS, min(NODES_OF_A_RUN, targets), restarts=0.0)
     wanted = size(cluster, seconds * pace)
     return [
@@ -392,7 +395,7 @@ def compared(measured: SizeMeasurement, targets: int, seconds: float, pace: floa
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print, and return 1 if a prediction is off by more than MAX_ERROR."""
+    """Measure, print the comparison, and return 1 if a prediction is off by more than MAX_ERROR."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--targets", type=int, nargs="+", default=[64, 256, 512], metavar="N")
     parser.add_argument(

@@ -20,7 +20,7 @@ from flopwatch.catalogue import Metric
 from flopwatch.catalogue.training import PHASES
 
 GOLDEN = Path(__file__).resolve().parents[1] / "tests" / "golden" / "series_of_a_node.json"
-# Families that the hook adds on a GPU with PyTorch; the simulated job has none of them.
+# Series per rank that the hook adds on a GPU with PyTorch. The simulated job does not have them.
 TORCH: Mapping[Metric, int] = {
     m.TRAINING_PHASE_SECONDS_TOTAL: len(PHASES),
     m.TRAINING_COLLECTIVE_SEQUENCE_NUMBER: 1,
@@ -44,30 +44,30 @@ RECORDED: Mapping[int, Mapping[str, int]] = {
 
 RUN_NODES = 64
 
-# Prometheus keeps samples in memory until it writes a block of two hours, an hour after its end.
+# Prometheus keeps samples in memory until a block of two hours is written an hour later.
 HEAD = 10_800.0  # seconds
 CHUNK = 120  # samples, after which a series' chunk moves from the heap to a mapped file
-# Bytes resident: of the program, of a series, of a sample in its last chunk and of one in its older ones. Go lets the
+# Resident bytes: of the program, of a series, of a sample in its last chunk and of one in its older chunks. Go lets the
 # heap grow by three quarters before it collects (Prometheus' GOGC=75), so these are about twice what is in use.
 # bench/size.py: 64, 256 and 512 targets for twelve minutes; --pace 15 --targets 64 for the samples of three hours.
 PROGRAM, SERIES, SAMPLE, OLD_SAMPLE = 54e6, 2850.0, 10.0, 6.0
-# Bytes a sample in blocks, the index included: of what is scraped, 15 s apart to the millisecond (late scrapes make it
-# 3), and of what is recorded, whose values have all their digits. And of the write-ahead log of a head.
+# Bytes per sample in blocks with the index: of scraped samples, 15 s apart to the millisecond (late scrapes make it
+# 3), and of recorded ones, whose values have all their digits. The last one is for the write-ahead log of a head.
 RAW_OF_SAMPLE, RECORD_OF_SAMPLE, LOG_OF_SAMPLE = 1.7, 5.3, 5.6
-SENT_OF_RAW, SENT_OF_RECORD = 16.6, 12.0  # bytes a sample by remote write, labels and all: bench/size.py --store
+SENT_OF_RAW, SENT_OF_RECORD = 16.6, 12.0  # bytes per sample by remote write, with labels: bench/size.py --store
 CORES_OF_NODE = 1.3e-3  # cores of a Prometheus that scrapes a node every 15 s and evaluates the rules: bench/size.py
-# bench/rules.py: seconds that the group flopwatch-training takes for each node, of 4,096 on two cores.
+# bench/rules.py: seconds per node that the group flopwatch-training takes, with 4,096 nodes on two cores.
 TRAINING_GROUP, TRAINING_EVERY = 14.64 / 4096, 15.0
-LEDGER_EVERY = 15.0  # seconds between two reports of a node on a run, on the mean: telemetry.ledger_client
-LEDGER_CPU, LEDGER_DISK = 1.07e-3, 1210.0  # seconds of a core a report, bytes a node: bench/ledger.py
-ZIPPED = 15.4  # bytes of a series on the wire: a page of a node of eight GPUs and ranks, as the exporter compresses it
-ROOM = 1.5  # times the memory, for the queries of dashboards
-BUSY = 0.8  # of a group's interval, from which on it is too much
+LEDGER_EVERY = 15.0  # mean seconds between two records of a node about a run: telemetry.ledger_client
+LEDGER_CPU, LEDGER_DISK = 1.07e-3, 1210.0  # CPU seconds per request, bytes per node: bench/ledger.py
+ZIPPED = 15.4  # bytes per series on the network: the compressed page of a node with eight GPUs and eight ranks
+ROOM = 1.5  # factor on the memory, for the queries of dashboards
+BUSY = 0.8  # share of a group's interval above which its evaluation takes too long
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Series of a GPU with its NVLinks, of a port, of the rest of a node, and of a rank and a run of any hook."""
+    """Numbers of series: of a GPU with its NVLinks, a port, the rest of a node, a rank, a run, and the ledger."""
 
     gpu: int
     port: int
@@ -80,7 +80,7 @@ class Counts:
 
 @functools.cache
 def counts() -> Counts:
-    """Return the series of a healthy node and of its ledger, counted in the golden file."""
+    """Return the numbers of series of a healthy node and of its ledger, from the golden file."""
     golden = json.loads(GOLDEN.read_text())
     owners: Counter[str] = Counter()
     for name, count in golden["exporter"].items():
@@ -98,7 +98,7 @@ def counts() -> Counts:
 
 
 def owner(name: str) -> str:
-    """Return what a series of this name is counted for: gpu, port, rank, run or node."""
+    """Return to what a series of this name belongs: gpu, port, rank, run or node."""
     bare = name.removesuffix("_bucket").removesuffix("_sum").removesuffix("_count")
     row = m.BY_NAME[name if name in m.BY_NAME else bare]
     if "run" in row.labels:
@@ -116,7 +116,7 @@ def families(page: str) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """What is watched, and how. Times are in seconds."""
+    """Settings of an estimate: size of the cluster, and how Prometheus scrapes and stores it. Times are in seconds."""
 
     nodes: int
     gpus_per_node: int = 8
@@ -131,18 +131,18 @@ class Cluster:
 
     @property
     def runs(self) -> int:
-        """Return how many runs there are at a time."""
+        """Return the number of runs at a time."""
         return ceil(self.nodes / self.run_nodes)
 
     @property
     def ranks(self) -> int:
-        """Return how many ranks all runs have."""
+        """Return the number of ranks of all runs together."""
         return self.nodes * self.ranks_per_node
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """What it comes to, in series, samples a second, bytes, seconds and cores."""
+    """Estimate for a cluster, in series, samples per second, bytes, seconds and cores."""
 
     hardware_series: int
     hook_series: int
@@ -167,25 +167,25 @@ class Size:
 
     @property
     def scraped_series(self) -> int:
-        """Return the series that targets have, with those that Prometheus adds of each target."""
+        """Return the number of series of all targets, including those that Prometheus adds for each target."""
         return self.hardware_series + self.hook_series + self.ledger_series + self.target_series
 
     @property
     def series(self) -> int:
-        """Return the series that have samples now."""
+        """Return the number of series that have samples now."""
         return self.scraped_series + self.recorded_series
 
     @property
     def samples_per_second(self) -> float:
-        """Return the samples that are written each second."""
+        """Return the number of samples that are written per second."""
         return self.scraped_samples_per_second + self.recorded_samples_per_second
 
 
 def memory(series: float, seconds: float, scrape_interval: float) -> float:
-    """Return the bytes resident at most of a Prometheus 2.53 whose head has so many series and began so long ago.
+    """Return the peak resident bytes of a Prometheus 2.53 whose head has `series` series and is `seconds` old.
 
-    A series has its labels, its place in the index, its chunks and its part of what the rules need to evaluate. Blocks
-    of two hours, chunks of 120 samples: https://prometheus.io/docs/prometheus/latest/storage/
+    A series has its labels, its entry in the index, its chunks and its share of what the rules need to evaluate. Blocks
+    have two hours, chunks 120 samples: https://prometheus.io/docs/prometheus/latest/storage/
     """
     samples = min(seconds, HEAD) / scrape_interval
     older = samples - samples % CHUNK if samples > CHUNK else 0.0
@@ -193,7 +193,7 @@ def memory(series: float, seconds: float, scrape_interval: float) -> float:
 
 
 def size(cluster: Cluster, age: float = HEAD) -> Size:
-    """Return what a cluster comes to, memory that of a Prometheus that began `age` seconds ago."""
+    """Return the estimate for a cluster, with the memory of a Prometheus that began `age` seconds ago."""
     nodes, ranks, runs = cluster.nodes, cluster.ranks, cluster.runs
     gpus, ports = nodes * cluster.gpus_per_node, nodes * cluster.ports_per_node
     of = counts()
@@ -244,12 +244,12 @@ def size(cluster: Cluster, age: float = HEAD) -> Size:
 
 
 def one_prometheus(cluster: Cluster) -> int:
-    """Return up to how many such nodes one Prometheus evaluates the rules in time, on two cores."""
+    """Return the number of such nodes up to which one Prometheus on two cores evaluates the rules in time."""
     return int(BUSY * TRAINING_EVERY / (TRAINING_GROUP * max(cluster.ranks_per_node, 1) / 8))
 
 
 def table(cluster: Cluster, found: Size) -> str:
-    """Return what a cluster comes to as text: what, how much, and what that is reckoned from."""
+    """Return the estimate as text, with name, value and basis of each number."""
     of = counts()
     rank = of.rank + (sum(TORCH.values()) if cluster.torch else 0)
     one = one_prometheus(cluster)
@@ -321,7 +321,7 @@ def table(cluster: Cluster, found: Size) -> str:
 
 
 def advice(cluster: Cluster, found: Size) -> str:
-    """Return how many Prometheus to have."""
+    """Return a sentence on how many Prometheus servers the cluster needs."""
     one = one_prometheus(cluster)
     if cluster.nodes <= one:
         return f"One Prometheus will do; with {_bytes(ROOM * found.memory_bytes)} of memory it has room for boards."
@@ -336,7 +336,7 @@ def _count(number: int) -> str:
 
 
 def _bytes(number: float) -> str:
-    """Return bytes in the largest binary unit that gives at least one."""
+    """Format a number of bytes in the largest binary unit in which it is at least 1."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if number < 1024:
             return f"{number:.3g} {unit}" if number < 999.5 else f"{number:.0f} {unit}"
@@ -345,6 +345,6 @@ def _bytes(number: float) -> str:
 
 
 def _time(number: float) -> str:
-    """Return a time as it is given: 15d."""
+    """Format seconds as a duration in the largest unit without a remainder, such as `15d`."""
     unit = next((name for name in ("d", "h", "m", "s") if number % UNITS[name] == 0), "s")
     return f"{number / UNITS[unit]:g}{unit}"

@@ -4,9 +4,9 @@
 
 An exporter with an embedded ledger runs on a simulated node of eight GPUs and nine ports. Eight ranks of a simulated
 job push with the real hook. The exporter is scraped once per second, and the memory and open files of all its processes
-are summed. The first quarter of the time, in which caches fill, is not used. A line is fitted to the rest of each
-figure, and its slope is printed with its standard error. The error is that of the means of twelve blocks, because
-neighbouring seconds are correlated. The slope of the anonymous memory of each process is printed, too.
+are summed. The first quarter of the time, in which caches fill, is not used. A line is fitted to the rest of each sum,
+and its slope is printed with its standard error. The error is that of the means of twelve blocks, because neighbouring
+seconds are correlated. The slope of the anonymous memory of each process is printed, too.
 
 Before that, CROWD scrapers run at once for some seconds, as the highest load. The interpreter keeps the memory of its
 busiest moment. Without this load, rare busy moments would raise the memory during the hour without a leak.
@@ -60,7 +60,7 @@ class Slope(NamedTuple):
 
 
 def slope(seconds: Sequence[float], values: Sequence[float]) -> Slope:
-    """Fit a line by least squares to the means of BLOCKS blocks."""
+    """Return the slope of the least-squares line through the means of BLOCKS blocks of `values` at `seconds`."""
     size = len(values) / BLOCKS
     cuts = [round(block * size) for block in range(BLOCKS + 1)]
     blocks = [slice(start, stop) for start, stop in pairwise(cuts)]
@@ -128,7 +128,7 @@ def _wait_for_ranks(side: Side, training: subprocess.Popen[bytes]) -> None:
 
 
 def _crowd(port: int) -> None:
-    """Scrape from CROWD threads at once for CROWD_SECONDS."""
+    """Scrape the exporter from CROWD threads at the same time, for CROWD_SECONDS."""
     end = time.monotonic() + CROWD_SECONDS
 
     def scrape() -> None:
@@ -195,7 +195,7 @@ def _measure(side: Side, seconds: int) -> int:
 
 
 def _held(pid: int) -> dict[str, float]:
-    """Return memory in MiB and number of open files of a process."""
+    """Return the memory in MiB and the number of open files of a process."""
     kilobytes = {"Pss": 0, "Anonymous": 0}
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
         if (key := line.partition(":")[0]) in kilobytes:

@@ -1,9 +1,10 @@
-"""The exporter that bench/exporter.py measures, in its own process without other imports.
+"""Exporter that bench/exporter.py measures, in its own process without other imports.
 
     python bench/under_test.py '{"port": 9450, "otlp": 4318, "state": "DIR", "gpus": 8}'
 
-It serves only some sources ("sources"), or a simulated node of up to 16 GPUs. Every scrape reads the sources, and does
-not share a result for a second. The bench, not the exporter, advances the simulated node.
+With "gpus", it serves a simulated node of up to 16 GPUs. Otherwise it serves this host, or only the "sources" that are
+given. Every scrape reads the sources, because no result is shared for a second. The benchmark, not the exporter,
+advances the simulated node.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from flopwatch.node.collectors import Collector
 
 
 def more_gpus(gpus: int) -> None:
-    """Give the simulated node up to 16 GPUs, with PCI buses between those of the first eight."""
+    """Give simulated nodes `gpus` GPUs, at most 16. GPUs above eight get PCI buses of their own."""
     from flopwatch.simulate import h100
 
     if gpus > h100.GPUS:
@@ -32,7 +33,10 @@ def more_gpus(gpus: int) -> None:
 
 
 def build(factory: str, gpus: str, **arguments: str) -> Collector:
-    """Return a collector of a simulated node with `gpus` GPUs. Called in a reader process."""
+    """Return the collector that `factory` (module:function) makes, for a simulated node with `gpus` GPUs.
+
+    Called in a reader process.
+    """
     more_gpus(int(gpus))
     module, _, function = factory.partition(":")
     collector: Collector = getattr(importlib.import_module(module), function)(**arguments)
@@ -40,7 +44,7 @@ def build(factory: str, gpus: str, **arguments: str) -> Collector:
 
 
 def serve(options: Mapping[str, Any]) -> None:
-    """Run the exporter until a signal stops it."""
+    """Run the exporter with the options of the command line until a signal stops it."""
     from flopwatch.node import server as exporter
     from flopwatch.node.scrape import scrape
     from flopwatch.node.scrape.reader import HostSources, Reader, Spec, hardware, host_sources

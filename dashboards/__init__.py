@@ -1,4 +1,4 @@
-"""Dashboards in the shape that Grafana 11 and later store, with the panels of panels.py and tables.py."""
+"""Dashboards in the JSON that Grafana 11 and later store. Also exports the panels of panels.py and tables.py."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from dashboards.tables import *  # noqa: F403  as above
 
 
 def variable(name: str, label: str, query: str, *, everything: bool = False) -> Json:
-    """Return a variable filled by `query`; with `everything` its default is All, the empty value included."""
+    """Return a variable with the values that `query` returns.
+
+    With `everything`, its default is All, which also includes series without the label.
+    """
     template = core.Template(
         name=name,
         label=label,
@@ -28,13 +31,13 @@ def variable(name: str, label: str, query: str, *, everything: bool = False) -> 
 
 
 def textbox(name: str, label: str, default: str) -> Json:
-    """Return a variable with a text box, for instance a price."""
+    """Return a variable whose value users type into a text box, for instance a price."""
     template = core.Template(name=name, label=label, type="textbox", query=default)
     return clean(template.to_json_data()) | {"current": {"text": default, "value": default}}
 
 
 def annotation(name: str, expr: str, title: str, color: str, text: str = "") -> Json:
-    """Return marks on the time axis wherever a query has a series. Texts name its labels as {{label}}."""
+    """Return an annotation that marks the times at which `expr` has a series. Texts can contain {{label}}."""
     return {
         "name": name,
         "datasource": DATASOURCE,
@@ -55,7 +58,10 @@ def dashboard(
     rows: Mapping[str, Sequence[Json]],
     annotations: Sequence[Json] = (),
 ) -> Json:
-    """Return a dashboard as Grafana stores it, with panels placed row by row. `uid`, part of its address, is fixed."""
+    """Return a dashboard as Grafana stores it, with panels placed row by row.
+
+    `rows` maps the heading of each row to its panels. `uid` is part of the dashboard's URL and must not change.
+    """
     datasource = core.Template(name="datasource", label="Data source", query="prometheus", type="datasource")
     frame = core.Dashboard(
         title=title,
@@ -70,7 +76,7 @@ def dashboard(
         templating=core.Templating([clean(datasource.to_json_data()) | {"current": {}}, *variables]),
         panels=[panel | {"id": number} for number, panel in enumerate(_placed(rows), start=1)],
         annotations=core.Annotations(list(annotations)),
-        # From each dashboard to the others; the time goes with it, and the variables, which the other one may have too.
+        # A menu that leads to the other dashboards. It keeps the time range and the variables that both of them have.
         links=[
             {
                 "type": "dashboards",
@@ -92,7 +98,7 @@ def dashboard(
 
 
 def _placed(rows: Mapping[str, Sequence[Json]]) -> list[Json]:
-    """Return the panels of all rows from left to right and from top to bottom, each row below its heading."""
+    """Return the panels of all rows with their positions, from left to right, each row below its heading."""
     panels: list[Json] = []
     y = 0
     for heading, members in rows.items():
@@ -117,12 +123,15 @@ def _placed(rows: Mapping[str, Sequence[Json]]) -> list[Json]:
 
 
 def queries(board: Json, variables: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Yield (panel title, PromQL) for every query, with variables replaced. Raises KeyError if one is missing."""
+    """Yield the panel title and the PromQL of every query, with variables replaced.
+
+    Raises KeyError if `variables` lacks one.
+    """
     for panel in board["panels"]:
         for target in panel.get("targets", ()):
             yield panel["title"], filled(target["expr"], variables)
 
 
 def filled(expr: str, variables: Mapping[str, str]) -> str:
-    """Return a query with `$name` and `${name}` replaced. Raises KeyError if one is missing."""
+    """Return a query with `$name` and `${name}` replaced by variables. Raises KeyError for a missing variable."""
     return re.sub(r"\$\{?(\w+)\}?", lambda found: variables[found[1]], expr)

@@ -28,7 +28,7 @@ def text(board: Json) -> str:
 
 
 def main() -> None:
-    """Read the folder from the command line and write the files."""
+    """Write all dashboards to the folder that the command line names."""
     parser = argparse.ArgumentParser(prog="python -m dashboards", description=__doc__)
     parser.add_argument("out", type=Path)
     out: Path = parser.parse_args().out

@@ -17,7 +17,10 @@ RUN = '{run=~"$run"}'
 
 
 def worst(per_port: str) -> d.Query:
-    """Return the ports of the chosen hosts with the highest value of an expression by port, with their places."""
+    """Return a query for the WORST ports of the chosen hosts with the highest value of `per_port`.
+
+    The series of `per_port` have the labels in PORT. Host, role and rail of each port are added as labels.
+    """
     return d.Query(
         f"topk({WORST}, {per_port} and on ({PORT}) {HERE}) * on ({PORT}) group_left (host, role, rail) {PLACE}",
         NAME,
@@ -26,7 +29,7 @@ def worst(per_port: str) -> d.Query:
 
 
 def chosen(per_port: str) -> str:
-    """Return an expression by port, of the chosen hosts."""
+    """Return `per_port`, whose series have the labels in PORT, for the ports of the chosen hosts only."""
     return f"({per_port} and on ({PORT}) {HERE})"
 
 

@@ -16,7 +16,7 @@ NOT_OK = f"{m.HOST_VERDICT_REASON}"
 
 
 def of_runs(expr: str) -> str:
-    """Return an expression by run, largest first, of the LINES runs that have most GPUs."""
+    """Return `expr`, whose series have `run`, for the LINES runs with the most GPUs only."""
     return f"{expr} and on (run) topk({p.LINES}, max by (run) ({m.RUN_GPUS}{LEDGER}))"
 
 

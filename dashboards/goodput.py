@@ -12,7 +12,7 @@ ALL = f"{{{LEDGER}}}"
 
 
 def state(name: str) -> str:
-    """Return 1 while the run is in this state."""
+    """Return an expression that is 1 while the run is in the state `name`, else 0."""
     return f'max({m.RUN_STATE}{{{LEDGER}, state="{name}"}})'
 
 

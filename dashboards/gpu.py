@@ -11,12 +11,12 @@ ONE = f"{{{CARD}}}"
 
 
 def of(metric: object, labels: str = "") -> str:
-    """Return a family of this GPU: two exporters may serve it for a moment."""
+    """Return an expression for a family of the chosen GPU, as one series even if two exporters briefly serve it."""
     return f"max by (uuid{labels and ', ' + labels}) ({metric}{ONE})"
 
 
 def rate(metric: object, labels: str = "") -> str:
-    """Return the rate of a counter of this GPU."""
+    """Return an expression for the rate of a counter of the chosen GPU."""
     return f"max by (uuid{labels and ', ' + labels}) (rate({metric}{ONE}{p.RATE}))"
 
 

@@ -17,7 +17,10 @@ ROW_LINKS = {"Node": [p.to_node(d.FIELD % "Node")], "UUID": [p.to_gpu(d.FIELD % 
 
 
 def worst(per_card: str, take: str = "topk") -> d.Query:
-    """Return the LINES GPUs with the highest value of an expression by uuid, with the GPU's place."""
+    """Return a query for the LINES GPUs with the highest (`bottomk`: lowest) value of `per_card`.
+
+    The series of `per_card` have `uuid`. Host and index of each GPU are added as labels.
+    """
     return d.Query(
         f"{take}({p.LINES}, max by (uuid) ({per_card})) * on (uuid) group_left (host, gpu) topk by (uuid) (1, {INFO})",
         NAME,

@@ -12,17 +12,17 @@ HERE = f"{r.HOST}{{{NODE}}}"
 
 
 def here(expr: str) -> str:
-    """Return an expression that has `instance`, of this host."""
+    """Return `expr`, whose series have `instance`, for the exporter of the chosen host only."""
     return f"({expr} and on (instance) {HERE})"
 
 
 def card(expr: str) -> str:
-    """Return an expression by GPU of this host, one series for each."""
+    """Return `expr` for the chosen host, with one series per GPU."""
     return f"max by (gpu) {here(expr)}"
 
 
 def port(expr: str) -> str:
-    """Return an expression by port of this host."""
+    """Return `expr` for the chosen host, with one series per port."""
     return f"max by (device, port) {here(expr)}"
 
 

@@ -1,8 +1,9 @@
-"""Panels in the shape that Grafana 11 and later store.
+"""Panels in the JSON that Grafana 11 and later store.
 
 grafanalib 0.7.1 provides the frame: dashboard, rows, variables, grid. Its stat, table and bar gauge write options that
-Grafana has removed, so field config and options are written here, with the names of
-https://grafana.com/docs/grafana/latest/panels-visualizations/, and leftovers of older releases are dropped.
+Grafana has removed. So this module writes field config and options itself, with the names of
+https://grafana.com/docs/grafana/latest/panels-visualizations/, and drops settings that only older Grafana releases
+read.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ Threshold = tuple[float | None, str]  # (from this value on, colour); None is mi
 DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 RATE_INTERVAL = "$__rate_interval"  # Grafana's: at least four scrapes, and no less than the step
 COLUMNS = 24  # of Grafana's grid
-CELLS = 120  # of a status history along its width
+CELLS = 120  # of a status history, along the time axis
 LABEL, FIELD = "${__field.labels.%s}", '${__data.fields["%s"]}'  # in a link: of the series, or of the table's row
 
 # Keys of grafanalib that no Grafana since 8 reads, or that repeat a default.
@@ -30,7 +31,7 @@ LEFTOVERS |= {"rows", "sharedCrosshair", "style", "useTags"}
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """One PromQL query and the legend of its series; `instant` asks for the newest value only."""
+    """One PromQL query and the legend of its series. With `instant`, it returns the newest value only."""
 
     expr: str
     legend: str = ""
@@ -39,9 +40,9 @@ class Query:
 
 
 def link(title: str, uid: str, **variables: str) -> Json:
-    """Return a link to the dashboard `uid` that keeps data source and time, with these variables set.
+    """Return a link to the dashboard `uid` that keeps data source and time range, with these variables set.
 
-    A value is LABEL of the clicked series, FIELD of the clicked table row, or a variable of this dashboard.
+    A value is LABEL of the clicked series, FIELD of the clicked table row, or a variable of the linking dashboard.
     """
     given = "".join(f"&var-{name}={value}" for name, value in variables.items())
     return {"title": title, "url": f"/d/{uid}?${{datasource:queryparam}}&${{__url_time_range}}{given}"}
@@ -60,7 +61,7 @@ def timeseries(
     height: int = 8,
     no_data: str = "",
 ) -> Json:
-    """Return a panel of lines over time. Thresholds are dashed lines, `top` fixes the axis to 0..top."""
+    """Return a panel of lines over time. Thresholds are dashed lines. `top` fixes the axis to the range 0 to `top`."""
     custom = {
         "drawStyle": "line",
         "lineWidth": 1,
@@ -106,7 +107,7 @@ def stat(
     height: int = 4,
     no_data: str = "",
 ) -> Json:
-    """Return a panel with one big value. With `name` it shows the legend instead, coloured by `colors`."""
+    """Return a panel with one big value. With `name`, it shows the legend instead, coloured by `colors`."""
     options = {
         "colorMode": "value",
         "graphMode": "none" if name else "area",
@@ -170,7 +171,7 @@ def heatmap(
     height: int = 12,
     no_data: str = "",
 ) -> Json:
-    """Return a row of coloured cells for each series, from 0 to `top`."""
+    """Return a heatmap with a row of cells over time for each series. The colours range from 0 to `top`."""
     options = {
         "calculate": False,
         "cellGap": 1,
@@ -219,7 +220,7 @@ def state_timeline(
     height: int = 6,
     no_data: str = "",
 ) -> Json:
-    """Return a bar for each series along time, in the colour and with the text that `mappings` gives its value."""
+    """Return a panel with a bar over time for each series. `mappings` gives each value its text and its colour."""
     options = {
         "mergeValues": True,
         "showValue": "auto",
@@ -244,7 +245,7 @@ def status_history(
     height: int = 6,
     no_data: str = "",
 ) -> Json:
-    """Return a row of cells for each series along time, for values that are read rarely."""
+    """Return a panel with a row of cells over time for each series, for values that are read rarely."""
     options = {
         "showValue": "never",
         "rowHeight": 0.9,
@@ -252,7 +253,7 @@ def status_history(
         "legend": {"displayMode": "list", "placement": "bottom", "showLegend": True},
         "tooltip": {"mode": "single", "sort": "none"},
     }
-    # One cell a pixel would be no cell.
+    # With one cell per pixel, cells would be too narrow to see.
     return _states(
         "status-history", title, description, queries, mappings, unit, links, options, (width, height), no_data
     ) | {"maxDataPoints": CELLS}
@@ -270,7 +271,7 @@ def bargauge(
     height: int = 8,
     no_data: str = "",
 ) -> Json:
-    """Return one bar per series, from the newest value."""
+    """Return a panel with one horizontal bar for the newest value of each series."""
     options = {
         "displayMode": "basic",
         "orientation": "horizontal",
@@ -309,7 +310,7 @@ def _links(links: Sequence[Json]) -> Json:
 
 
 def mapped(mappings: Mappings | None) -> Json:
-    """Return a panel's value mappings, empty without any."""
+    """Return the value mappings of a panel as Grafana's JSON has them, empty for None."""
     if mappings is None:
         return {}
     return {
@@ -339,7 +340,10 @@ def panel(
     overrides: Sequence[Json] = (),
     transformations: Sequence[Json] = (),
 ) -> Json:
-    """Return a panel of this kind in Grafana's JSON. `defaults` and `options` belong to its plugin."""
+    """Return a panel in Grafana's JSON. `kind` is its plugin, to which `defaults` and `options` belong.
+
+    `size` is the width and height in cells of the grid. `no_data` is shown in place of an empty panel.
+    """
     targets = [
         {
             "refId": ref(i),
@@ -353,12 +357,12 @@ def panel(
         }
         for i, query in enumerate(members)
     ]
-    if no_data and kind == "table":  # or each empty cell would say so too
+    if no_data and kind == "table":  # otherwise, each empty cell would also show this text
         overrides = [
             {"matcher": {"id": "byRegexp", "options": "/.*/"}, "properties": [{"id": "noValue", "value": ""}]},
             *overrides,
         ]
-    # maxDataPoints bounds what a query of a thousand-GPU run costs; grafanalib's 100 is too coarse to see a stall.
+    # maxDataPoints limits the cost of a query on a run of a thousand GPUs. grafanalib's 100 is too coarse for a stall.
     frame = core.Panel(
         title=title,
         description=description,
@@ -392,10 +396,10 @@ def override(name: str, *properties: Json) -> Json:
 
 
 def ref(index: int) -> str:
-    """Return the refId of the query at this place."""
+    """Return the refId of the query at this index: A, B, and so on."""
     return "ABCDEFGHIJKLMNOPQRSTUVWXYZ"[index]
 
 
 def clean(frame: Json) -> Json:
-    """Return a panel without empty values and without settings that Grafana no longer reads."""
+    """Return a panel or dashboard without empty values and without settings that Grafana no longer reads."""
     return {key: value for key, value in frame.items() if value is not None and key not in LEFTOVERS}

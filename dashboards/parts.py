@@ -1,9 +1,10 @@
-"""Parts that several dashboards share: thresholds, variables, links along the drill path, and a table of alerts.
+"""Elements that several dashboards share: thresholds, variables, links along the drill path, and a table of alerts.
 
-The path leads from the fleet to a run, its ranks, a host, a GPU and a port, and each link keeps the time range. Every
-name in a query is a catalogue row or a recording rule. A series with `instance` gets its `host` from a record. Panels
-show only the worst LINES lines, since a fleet may have thousands of hosts. Rankings are tables of the newest value
-only. A line over time reads a record or belongs to one run, one host or one GPU.
+The drill path leads from the fleet to a run, its ranks, a host, a GPU and a port. Each link keeps the time range.
+Every name in a query is a catalogue row or a recording rule. The recording rule `instance:host:info` adds `host` to a
+series with `instance`. Panels show only the worst LINES lines, because a fleet may have thousands of hosts. Rankings
+are tables of the newest values only. A line over time reads a recorded series, or belongs to one run, one host or one
+GPU.
 """
 
 from __future__ import annotations
@@ -46,26 +47,26 @@ price = d.textbox("price", "$ per GPU-hour", "2.5")
 
 
 def to_run(value: str) -> d.Json:
-    """Return a link to a run."""
+    """Return a link to the dashboard of a run."""
     return d.link("Run", RUN, run=value)
 
 
 def to_node(value: str) -> d.Json:
-    """Return a link to a host."""
+    """Return a link to the dashboard of a host."""
     return d.link("Node", NODE, host=value)
 
 
 def to_gpu(on: str, uuid: str) -> d.Json:
-    """Return a link to a GPU of a host."""
+    """Return a link to the dashboard of a GPU on the host `on`."""
     return d.link("GPU", GPU, host=on, uuid=uuid)
 
 
 def to_fabric(value: str) -> d.Json:
-    """Return a link to the ports of a host."""
+    """Return a link to the fabric dashboard with the ports of a host."""
     return d.link("Ports", FABRIC, host=value)
 
 
-# A name of ours in a query, with its matchers and its window.
+# The name of a catalogue row or a recording rule in a query, with its matchers and its window.
 _NAMES = {row.name for row in m.all_metrics()} | {record.name for record in r.records(SETTINGS)}
 _SELECTOR = re.compile(
     rf"(?<![\w:$.])(?:{'|'.join(sorted(_NAMES, key=len, reverse=True))})"
@@ -74,23 +75,23 @@ _SELECTOR = re.compile(
 
 
 def most(expr: str, take: str = "topk", lines: int = LINES) -> str:
-    """Return the series of an expression that are highest (`bottomk`: lowest) at the end of the time shown.
+    """Return an expression for the series of `expr` that are highest (`bottomk`: lowest) at the end of the time range.
 
-    Otherwise each moment would choose its own series, with a line for each that was ever chosen. If the expression has
-    no series at the end, each moment does choose its own, as for a run that is over. Do not use it for an expression
-    whose series exist only while something is wrong.
+    A plain `topk` chooses again at each moment, so the panel has a line for each series that was ever chosen. If `expr`
+    has no series at the end, as for a run that is over, this expression also chooses again at each moment. Do not use
+    it for an `expr` whose series exist only while something is wrong.
     """
     at_end = _SELECTOR.sub(lambda found: f"{found[0]} @ end()", expr)
     return f"({expr}) and ({take}({lines}, {at_end}) or {take}({lines}, {expr}) unless on () ({at_end}))"
 
 
 def with_host(expr: str) -> str:
-    """Return an expression that has `instance` with the host's name added as `host`."""
+    """Return `expr`, whose series have `instance`, with the name of the exporter's host added as `host`."""
     return f"{expr} * on (instance) group_left (host) {r.HOST}"
 
 
 def firing(which: str, description: str, *, width: int = d.COLUMNS, height: int = 8) -> d.Json:
-    """Return the table of firing alerts that the PromQL selectors in `which`, joined by `or`, choose."""
+    """Return a table of firing alerts. `which` is PromQL that selects series of ALERTS, joined by `or`."""
     return d.label_table(
         "Firing alerts",
         description,
@@ -117,7 +118,7 @@ def firing(which: str, description: str, *, width: int = d.COLUMNS, height: int 
 
 
 def alert_marks(matchers: str) -> d.Json:
-    """Return marks for the alerts with these label matchers."""
+    """Return an annotation that marks the firing of alerts with these label matchers."""
     return d.annotation(
         "Alerts",
         f'ALERTS{{alertstate="firing", alertname!="FlopwatchWatchdog", {matchers}}}',
@@ -128,5 +129,5 @@ def alert_marks(matchers: str) -> d.Json:
 
 
 def starts(matchers: str) -> d.Json:
-    """Return marks for each start of the run with these label matchers."""
+    """Return an annotation that marks each start of an attempt of the run with these label matchers."""
     return d.annotation("Starts", f"max(changes({m.RUN_ATTEMPTS_TOTAL}{{{matchers}}}{RATE})) > 0", "start", "blue")

@@ -14,7 +14,7 @@ TO_NODE = [p.to_node(d.LABEL % "host")]
 
 
 def by_host(expr: str, take: str = "max") -> str:
-    """Return an expression that has `instance`, by host of the rack."""
+    """Return `expr`, whose series have `instance`, aggregated with `take` by host of the chosen rack."""
     return f"{take} by (host) ({expr} * on (instance) group_left (host) {HERE})"
 
 

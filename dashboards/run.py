@@ -1,8 +1,9 @@
 """Training run: how fast it advances the model, where its time went, and which rank, GPU, port or link is behind it.
 
 Every name in a query is a catalogue row or a recording rule. GPUs are joined to ranks on `uuid`, with the rank on the
-many side, so that two ranks on one card or two info series during a restart cannot break a panel; ports are joined to
-hosts on the address they were scraped from. Lines are limited to the worst `LINES`: a run may have thousands of ranks.
+many side. So two ranks on one GPU, or two info series during a restart, cannot break a panel. Ports are joined to hosts
+on `instance`, the address at which they were scraped. Panels show only the worst LINES lines, because a run may have
+thousands of ranks.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ SHOWN = (
 
 
 def per_rank(gpu: str, labels: str = "") -> str:
-    """Return `gpu`, an expression per uuid, on the ranks that hold the GPUs, with `labels` of its own added."""
+    """Return `gpu`, whose series have `uuid`, for the ranks of the run on these GPUs. `labels` of `gpu` are kept."""
     one = f"max by (uuid{labels and ', ' + labels}) ({gpu})"
-    if labels:  # a card that was moved has two places, and two would break the join
+    if labels:  # a GPU that was moved can have two values of a label, and two series would break the join
         one = f"topk by (uuid) (1, {one})"
     return f"{RANKS} * on (uuid) group_left ({labels}) {one}"
 
 
 def per_port(port: str) -> str:
-    """Return `port`, an expression per port, for the ports of the run's hosts, with `host` added."""
+    """Return `port`, whose series are per port, for the ports of the run's hosts, with `host` added."""
     identity = f"max by (instance, device, port, host) ({m.INFINIBAND_INFO})"
     return f"({port} * on (instance, device, port) group_left (host) {identity}) and on (host) {RANK_INFO}"
 
@@ -337,7 +338,7 @@ BOARD = d.dashboard(
 def queries(
     run: str, *, tenant: str = ".*", rate_interval: str = "1m", time_range: str = "1h", price: str = "2.5"
 ) -> Iterator[tuple[str, str]]:
-    """Yield (panel title, PromQL) for every query of the dashboard, ready for Prometheus."""
+    """Yield the panel title and the PromQL of every query of the dashboard, with these values of the variables."""
     return d.queries(
         BOARD, {"run": run, "tenant": tenant, "price": price, "__rate_interval": rate_interval, "__range": time_range}
     )

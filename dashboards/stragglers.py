@@ -1,4 +1,4 @@
-"""Straggler dashboard: the rank the others wait for, its place in the mesh, and the state of its GPU, host and rail."""
+"""Straggler dashboard: the rank that the others wait for, its mesh coordinates, and the state of GPU, host and rail."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ PLACE = f"topk by (rank) (1, max by (rank, host, pp, dp, tp) ({m.TRAINING_RANK_I
 
 
 def latest(expr: str, most: int = ROWS) -> str:
-    """Return an expression by rank, of the ranks that were latest in the time shown, with their places."""
+    """Return `expr`, whose series have `rank`, for the `most` ranks with the highest mean straggler score.
+
+    The mean is over the time range of the dashboard. The host and the mesh coordinates of each rank are added as
+    labels.
+    """
     late = f"topk({most}, max by (rank) (avg_over_time({r.RANK_SCORE}{{{RUN}}}[$__range] @ end())))"
     return f"({expr} and on (rank) {late}) * on (rank) group_left (host, pp, dp, tp) {PLACE}"
 

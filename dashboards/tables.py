@@ -1,4 +1,4 @@
-"""Table panels in the shape that Grafana 11 and later store."""
+"""Table panels in the JSON that Grafana 11 and later store."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dashboards.panels import COLUMNS, Json, Mappings, Query, Threshold, mapped,
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """Column of a table: the query whose value it shows, or only its labels if `unit` is None."""
+    """Column of a table. It shows the value of `query`, or adds only the labels of `query` if `unit` is None."""
 
     name: str
     query: str
@@ -33,7 +33,10 @@ def table(
     height: int = 10,
     no_data: str = "",
 ) -> Json:
-    """Return a table of rows joined on the label `key`. `labels` maps labels to headings, `links` headings to links."""
+    """Return a table of the columns' queries, joined on the label `key`.
+
+    `labels` maps labels to headings, `links` headings to links. `sort` is the heading of the column to sort by.
+    """
     queries = [Query(column.query, instant=True, table=True) for column in columns]
     values = {f"Value #{ref(i)}": column.name for i, column in enumerate(columns) if column.unit is not None}
     if len(columns) == 1:  # Grafana numbers the values of several queries only

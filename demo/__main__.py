@@ -45,13 +45,13 @@ class Story:
         self.healed = False
 
     def begin(self) -> None:
-        """Show that the first step was made."""
+        """Replace the lines on the screen by one that reports the first step."""
         self.lines = [
             f"0:00  The first step is made. Rank {SLOW_RANK} will be slowed at {summary.clock(self.healthy)}."
         ]
 
     def advance(self, elapsed: float) -> None:
-        """Carry out and show the next event of the script if it is due."""
+        """Carry out and show the next event of the script if it is due `elapsed` seconds after the start."""
         if self.slowed is None and elapsed >= self.healthy:
             self.stack.control(slow={str(SLOW_RANK): SLOW_BY})
             self.slowed = elapsed
@@ -84,14 +84,14 @@ class Story:
 
 
 class Signals:
-    """Signal handler. The first signal interrupts the demo, the next one kills its processes."""
+    """Handler of SIGINT, SIGTERM and SIGHUP. The first signal interrupts the demo, the next one kills its processes."""
 
     def __init__(self, stack: DemoStack) -> None:
         self.stack, self.stopping = stack, False
         self._handle(self._on_signal)
 
     def ignore(self) -> None:
-        """Ignore further signals, because one during the exit of Python would change the exit status."""
+        """Ignore all further signals, because a signal during the exit of Python would change the exit status."""
         self._handle(signal.SIG_IGN)
 
     def _handle(self, handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> None:
@@ -107,7 +107,7 @@ class Signals:
 
 
 def watch(stack: DemoStack, story: Story, console: Console, urls: list[tuple[str, str]], seconds: float | None) -> None:
-    """Show the run for `seconds`, or without end: as a screen on a terminal, else as lines."""
+    """Show the run as a screen on a terminal, else as lines of text, for `seconds` or, with None, without end."""
     job = "a real PyTorch job on this CPU" if stack.train == "torch" else "a simulated job"
     shown, due = 0, 0.0
     began = time.monotonic()
@@ -140,7 +140,7 @@ def wait_for_first_step(stack: DemoStack) -> None:
 
 
 def links(stack: DemoStack) -> list[tuple[str, str]]:
-    """Return names and URLs of the pages of this demo."""
+    """Return name and URL of each page of the running demo."""
     try:
         fetch(f"{stack.prometheus.url}/graph")
         graph = "graph"
@@ -158,7 +158,10 @@ def links(stack: DemoStack) -> list[tuple[str, str]]:
 
 @contextmanager
 def emptied(state: Path) -> Iterator[None]:
-    """Empty the state folder and lock it until the block ends. Raises StackError if another demo uses it."""
+    """Empty the state folder and lock it until the block ends.
+
+    Raises StackError if another demo uses the folder, or if it has files that are not from a demo.
+    """
     try:
         state.mkdir(parents=True, exist_ok=True)
         foreign = any(state.iterdir()) and not (state / "lock").exists()
@@ -185,7 +188,7 @@ def emptied(state: Path) -> Iterator[None]:
 
 
 def run(stack: DemoStack, console: Console, seconds: float | None) -> None:
-    """Start the stack, show it, stop it, and print the last figures."""
+    """Start the stack, show the run for `seconds`, stop the stack, and print the last summary."""
     signals = Signals(stack)
     story = Story(stack, HEALTHY_SECONDS if seconds is None else min(HEALTHY_SECONDS, 0.4 * seconds))
     print("Starting Prometheus, Alertmanager, the exporter of a simulated 8 x H100 node, the training job", flush=True)

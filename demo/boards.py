@@ -1,4 +1,4 @@
-"""Dashboards of the demo: in a Grafana on PATH or in a container, or in the built viewer of flopwatch."""
+"""Dashboards of the demo, shown by a Grafana on PATH or in a container, or by flopwatch's own viewer."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class DashboardViewer(NamedTuple):
 def find(
     address: str, prometheus: str, folder: Path, interval: float, viewer: Sequence[str], which: Which = shutil.which
 ) -> DashboardViewer | None:
-    """Return a program that can show the dashboards at a loopback address, or None.
+    """Return a program that can show the dashboards at a loopback address, or None without such a program.
 
-    `viewer` is the command of the viewer of flopwatch, `interval` the scrape interval in seconds.
+    `viewer` is the command of flopwatch's own viewer, `interval` the scrape interval in seconds.
     """
     url = f"http://{address}"
     host, _, port = address.rpartition(":")
@@ -90,7 +90,7 @@ def _container(engine: str, environ: dict[str, str], provisioning: Path, mounted
 
 
 def works(engine: str) -> bool:
-    """Return whether a container engine works; its client is often installed without one."""
+    """Return whether the engine behind `docker` or `podman` answers. Often only the client is installed."""
     try:
         return subprocess.run([engine, "info"], capture_output=True, timeout=20, check=False).returncode == 0
     except (OSError, subprocess.TimeoutExpired):
@@ -98,8 +98,9 @@ def works(engine: str) -> bool:
 
 
 def provisioned(folder: Path, prometheus: str, interval: float, dashboards: Path) -> Path:
-    """Write the provisioning files of Grafana and return their folder.
+    """Write the provisioning files of Grafana below `folder` and return their folder.
 
+    `interval` is the scrape interval in seconds, and `dashboards` the folder of the dashboards as Grafana sees it.
     Source: https://grafana.com/docs/grafana/latest/administration/provisioning/
     """
     made = folder / "provisioning"

@@ -1,10 +1,11 @@
 """Dashboards of a simulated cluster in a browser: `python -m demo.cluster`.
 
 The cluster has 64 nodes. One node has a rank that the others wait for, one has a bad link, and one run restarts. The
-series of GPUs and ports are from real exporters over simulated drivers: one exporter for each run, one for the spare
-nodes, one with a GPU that gets too hot, and one with a cable that fails. Their pages are served once per node, under
-its name. The series of the runs are from the hooks of the simulator and from a real ledger. A real Prometheus scrapes
-all of them and evaluates the shipped rules at a pace, with windows shorter than in production by that factor.
+series of GPUs and ports are from real exporters over simulated drivers. There is one exporter for each run and one for
+the spare nodes. One exporter has a GPU that gets too hot, and one has a cable that fails. Each node serves the page of
+one of these exporters under its own name. The series of the runs are from the hooks of the simulator and from a real
+ledger. A real Prometheus scrapes all of them. It evaluates the shipped rules at a `pace`: all windows are shorter than
+in production by that factor.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ FAULTS = (
 
 
 class PageServer:
-    """HTTP server on loopback for pages in memory, by path."""
+    """HTTP server on loopback that serves pages from memory."""
 
     def __init__(self) -> None:
         self._bodies: dict[str, bytes] = {}
@@ -111,19 +112,19 @@ class PageServer:
         self._server.server_close()
 
     def serve(self, bodies: Mapping[str, bytes]) -> None:
-        """Replace all pages."""
+        """Replace all pages by `bodies`, which maps paths to pages."""
         self._bodies = dict(bodies)
 
 
 class ExporterTemplate(NamedTuple):
-    """An exporter and the simulated node that it reads."""
+    """An exporter and the simulated node that it reads. The exporter's page is the template for many nodes."""
 
     url: str
     node: SimulatedNode
 
 
 class ServedCluster:
-    """A simulated cluster that `run` serves in real time."""
+    """Simulated cluster whose pages of metrics `run` renews in real time."""
 
     def __init__(self, nodes: int, seed: int, bodies: PageServer, templates: Mapping[str, ExporterTemplate]) -> None:
         self.topology = Topology(nodes)
@@ -180,7 +181,7 @@ class ServedCluster:
         return special.get(node) or next(runs, SPARE)
 
     def _move(self, world: SimulatedCluster, t: float) -> None:
-        """Update the simulated drivers to the state of the cluster."""
+        """Set load, temperature and link errors of the simulated nodes to match the runs and faults at time `t`."""
         trains = {
             one.job.name: one.attempt is not None and one.attempt.activity == "step" and one.attempt.ended is None
             for one in world.jobs
@@ -213,7 +214,10 @@ class ServedCluster:
 
 
 def text(sample: Line, began: float) -> str:
-    """Return a sample in the text format, for a virtual time that began at Unix time `began`."""
+    """Return a sample in the text format, or an empty text for `up`, which Prometheus writes itself.
+
+    Virtual time 0 is the Unix time `began`.
+    """
     name, labels, value = sample
     if name == "up":  # written by Prometheus
         return ""
@@ -225,7 +229,10 @@ def text(sample: Line, began: float) -> str:
 
 @contextmanager
 def exporters(folder: Path, names: Iterable[str]) -> Iterator[dict[str, ExporterTemplate]]:
-    """Run an exporter for each name until the block ends. Raises StackError."""
+    """Run an exporter over a simulated node for each name until the block ends.
+
+    Raises StackError if an exporter does not start.
+    """
     topology = folder / "topology.csv"
     topology.write_text(f"host,rack,leaf,domain\n{HOST},{RACK},{LEAF},{DOMAIN}\n")
     found: dict[str, ExporterTemplate] = {}
@@ -268,7 +275,7 @@ def _wait_for(child: Child, url: str) -> None:
 
 
 class ClusterDemo(AbstractContextManager["ClusterDemo"]):
-    """The cluster, Prometheus and the viewer, until the block ends; `began` is the Unix time of the start.
+    """Context manager that runs the cluster, Prometheus and the viewer. `began` is the Unix time of the start.
 
     Prometheus sends all series to the URLs in `remote_write`.
     """
@@ -385,7 +392,7 @@ class ClusterDemo(AbstractContextManager["ClusterDemo"]):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run until Ctrl-C or for --seconds, and return the exit status."""
+    """Run the cluster until Ctrl-C or for --seconds, and return the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m demo.cluster", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

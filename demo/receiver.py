@@ -30,12 +30,12 @@ PATHS: dict[str, Kind] = {"/slack": "slack", "/v2/enqueue": "pagerduty", "/watch
 
 
 class WrongShape(ValueError):
-    """The service would reject the payload. The message names the field."""
+    """Raised for a payload that the real service would reject. The message names the wrong field."""
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One notification that arrived at Unix time `at`."""
+    """One notification from Alertmanager that arrived at Unix time `at`."""
 
     at: float
     kind: Kind
@@ -48,7 +48,7 @@ def _need(condition: object, message: str) -> None:
 
 
 def _fields(value: object, name: str, required: Types, optional: Types = MappingProxyType({})) -> Payload:
-    """Return `value` if it is an object with these fields of these types, and no others. Raises WrongShape."""
+    """Return `value` if it is an object with these fields of these types, and no others. Else raises WrongShape."""
     if not isinstance(value, dict):
         raise WrongShape(f"{name} is not an object")
     types = {**required, **optional}
@@ -65,7 +65,7 @@ def _fields(value: object, name: str, required: Types, optional: Types = Mapping
 
 
 def check_slack(payload: object) -> None:
-    """Check an incoming-webhook message with attachments. Raises WrongShape."""
+    """Check a message to a Slack webhook, with attachments. Raises WrongShape if Slack would reject it."""
     message = _fields(
         payload,
         "message",
@@ -122,7 +122,7 @@ def check_slack(payload: object) -> None:
 
 
 def check_pagerduty(payload: object) -> None:
-    """Check an event of PagerDuty's Events API v2. Raises WrongShape."""
+    """Check an event of PagerDuty's Events API v2. Raises WrongShape if PagerDuty would reject it."""
     event = _fields(
         payload,
         "event",
@@ -149,7 +149,7 @@ def check_pagerduty(payload: object) -> None:
 
 
 def check_watchdog(payload: object) -> None:
-    """Check an Alertmanager webhook of version 4. Raises WrongShape."""
+    """Check a request of Alertmanager's webhook receiver, version 4. Raises WrongShape for a wrong field."""
     strings = dict.fromkeys(("version", "groupKey", "receiver", "status", "externalURL"), str)
     maps = dict.fromkeys(("groupLabels", "commonLabels", "commonAnnotations"), dict)
     message = _fields(
@@ -183,7 +183,7 @@ CHECKS: dict[Kind, Callable[[object], None]] = {
 
 
 class Receiver:
-    """HTTP server in a thread that records messages. Use it as a context manager."""
+    """HTTP server in a thread that checks and records notifications. Use it as a context manager."""
 
     def __init__(
         self, host: str = "127.0.0.1", port: int = 0, on_message: Callable[[Message], None] | None = None
@@ -211,7 +211,7 @@ class Receiver:
         self._thread.start()
 
     def _accept(self, path: str, body: bytes) -> tuple[int, bytes]:
-        """Record one request and return the status and body that the real service would send."""
+        """Check and record one request, and return the status and body that the real service would send."""
         kind = PATHS.get(path)
         if kind is None:
             self.errors.append(f"nothing listens at {path}")
@@ -234,7 +234,7 @@ class Receiver:
 
     @property
     def url(self) -> str:
-        """Return the base URL; the paths below it are those of PATHS."""
+        """Return the base URL of the server. The paths of the services are in PATHS."""
         host, port = self._server.server_address[:2]
         return f"http://{host!s}:{port}"
 
@@ -243,7 +243,7 @@ class Receiver:
         return [message for message in list(self.messages) if message.kind == kind]
 
     def close(self) -> None:
-        """Stop listening; what arrived stays readable."""
+        """Stop the server. Recorded messages can still be read."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -256,7 +256,7 @@ class Receiver:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Receive until interrupted and print each message as a line of JSON."""
+    """Receive notifications at the address in `arguments` until interrupted. Print each as a line of JSON."""
     host, _, port = (arguments[0] if arguments else "127.0.0.1:0").rpartition(":")
     with Receiver(host, int(port), lambda message: print(json.dumps(asdict(message)), flush=True)) as receiver:
         print(f"listening on {receiver.url} at {' '.join(PATHS)}", file=sys.stderr, flush=True)

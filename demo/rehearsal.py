@@ -6,11 +6,12 @@ alerts, with their texts, are sent to a real Alertmanager with the shipped routi
 `promtool test rules` evaluates the rules. It runs the code of Prometheus for `for`, `keep_firing_for`, ALERTS and
 templates, at chosen times. Backfilling evaluates recording rules only, and a running Prometheus has a real clock only.
 Two things are simpler than in production. Every group is evaluated at every step, even if its interval is longer, and
-all groups at the same instant. tests/rules/test_routing.py covers the worst case of both. Records that no alert reads
-are left out.
+all groups at the same instant. tests/rules/test_routing.py covers the worst case of both. Recording rules that no alert
+reads are left out.
 
-Alertmanager has a real clock only, so it runs at a `pace`, and periods without a change are cut short. A busy machine
-could post an alert too late. The rehearsal is then repeated at a slower pace, and fails if it is late at every pace.
+Alertmanager has a real clock only. So virtual time passes faster by the factor `pace`, and periods without a change are
+cut short. A busy machine could post an alert too late. The rehearsal is then repeated at a slower pace, and fails if
+alerts are late at every pace.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class ScrapedSeries:
         self._values: dict[str, list[tuple[int, str]]] = {}
 
     def __call__(self, t: float, lines: Iterable[Line]) -> None:
-        """Add the samples of one scrape."""
+        """Add the samples of one scrape at virtual time `t`."""
         place = round((t - self.begin) / self.step)
         if place < 0:
             return
@@ -69,7 +70,7 @@ class ScrapedSeries:
             self._values.setdefault(series(name, labels), []).append((place, f"{value:.12g}"))
 
     def inputs(self) -> list[dict[str, str]]:
-        """Return all series. A series is stale from its first missing scrape on, as in Prometheus."""
+        """Return all series with their values. A series is stale from its first missing scrape on, as in Prometheus."""
         return [{"series": name, "values": " ".join(self._text(found))} for name, found in self._values.items()]
 
     def _text(self, found: list[tuple[int, str]]) -> Iterable[str]:
@@ -90,7 +91,7 @@ class ScrapedSeries:
 
 
 def rule_groups(settings: AlertSettings) -> dict[str, object]:
-    """Return the groups of the shipped alerts and of the records that they read."""
+    """Return the rule groups of the shipped alerts and of the recording rules that these read."""
     every = alerts(settings)
     wanted, found = {record.name: record for record in records(settings)}, set[str]()
     pending = [text for alert in every for text in (alert.expr, alert.description)]
@@ -109,9 +110,9 @@ def rule_groups(settings: AlertSettings) -> dict[str, object]:
 
 
 def evaluated(scraped: ScrapedSeries, promtool: str, settings: AlertSettings, folder: Path) -> list[Firing]:
-    """Return the alerts that fire at each evaluation. Raises StackError.
+    """Return the alerts that fire at each evaluation. Raises StackError if promtool fails.
 
-    The tests of promtool expect no alerts, so it prints all that fire.
+    The tests for promtool expect no alerts, so promtool prints all alerts that fire.
     """
     names = {alert.name for alert in alerts(settings) if is_sent(alert)}
     (folder / "rules.yaml").write_text(json.dumps(rule_groups(settings)))
@@ -153,7 +154,7 @@ def evaluated(scraped: ScrapedSeries, promtool: str, settings: AlertSettings, fo
 
 
 def is_sent(alert: Alert) -> bool:
-    """Return whether an alert is sent to Alertmanager, to notify or to inhibit others."""
+    """Return whether an alert is sent to Alertmanager, to notify or to inhibit others. All but severity `info` are."""
     return alert.severity != "info"
 
 
@@ -163,7 +164,7 @@ def _pairs(text: str) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Notification:
-    """One message to a receiver, at virtual second `at`."""
+    """One message of Alertmanager to a receiver, at virtual second `at`."""
 
     at: float
     to: str
@@ -175,7 +176,10 @@ class Notification:
 
 @dataclass
 class PacedTimeline:
-    """Virtual time at a pace, with periods without a change cut short."""
+    """Mapping between virtual and real time. Virtual time passes `pace` times as fast.
+
+    Periods without a change of the firing alerts are cut short.
+    """
 
     changes: list[float]
     settings: AlertSettings
@@ -193,11 +197,11 @@ class PacedTimeline:
             before = change
 
     def real(self, virtual: float) -> float:
-        """Return the real seconds from the start to a change at a virtual time."""
+        """Return the real seconds from the start to the first change of alerts at or after a virtual time."""
         return next(real for change, real in self._cuts if change >= virtual)
 
     def virtual(self, real: float) -> float:
-        """Return the virtual time `real` seconds after the start."""
+        """Return the virtual time that is reached `real` seconds after the start."""
         change, then = [(change, then) for change, then in self._cuts if then <= real + 1e-9][-1]
         return change + (real - then) * self.pace
 
@@ -210,7 +214,10 @@ class PacedTimeline:
 def delivered(
     firing: Sequence[Firing], step: float, begin: float, servers: Servers, folder: Path, pace: float = PACE
 ) -> list[Notification]:
-    """Return the messages that a real Alertmanager sends, with their virtual times. Raises StackError."""
+    """Return the messages that a real Alertmanager sends, with their virtual times.
+
+    Raises StackError if Alertmanager fails, or if alerts are posted late at every pace.
+    """
     for attempt in range(TRIES):
         messages, late = _delivered(firing, step, begin, servers, folder / f"alertmanager-{attempt}", pace / 2**attempt)
         if late <= LATE:
@@ -296,7 +303,7 @@ def _wait_for(child: Child, url: str) -> None:
 
 
 def _post(address: str, now: Firing, before: Firing) -> None:
-    """Send firing and resolved alerts, as Prometheus does."""
+    """Post firing and resolved alerts to the Alertmanager at `address`, as Prometheus does."""
     moment = datetime.now(UTC)
     body = [
         {
@@ -372,9 +379,10 @@ def rehearse(
     after: float = AFTER,
     change: Callable[[Line], Line | None] = lambda line: line,
 ) -> Rehearsal:
-    """Simulate a scenario, evaluate the rules and collect the messages.
+    """Simulate a scenario, evaluate the rules over its series and collect the messages of Alertmanager.
 
-    `change` can replace a scraped sample, or drop it by returning None. Raises StackError.
+    `change` can replace a scraped sample, or drop it by returning None. Raises StackError if promtool or Alertmanager
+    fails.
     """
     settings = AlertSettings()
     step = settings.scrape_interval if step is None else step
@@ -428,7 +436,7 @@ def _clock(seconds: float) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Rehearse, print, and return 1 if the number of pages is not the expected one."""
+    """Rehearse a scenario and print the report. Return 1 if the number of pages is not the expected one."""
     parser = argparse.ArgumentParser(
         prog="python -m demo.rehearsal", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,8 +1,8 @@
 """Take pictures of every dashboard in a real browser: `python -m demo.screenshots FOLDER`.
 
-Once the faults of a simulated cluster (demo/cluster.py) show, Chromium opens every dashboard in the viewer, at two
-widths, light and dark. The exit status is 1, with the reasons, if a page logs an error, a panel fails, or a panel is
-empty without an explanation.
+A simulated cluster (demo/cluster.py) runs until the alerts on its faults fire. Then Chromium opens every dashboard in
+the viewer, at two widths, light and dark. The exit status is 1, with the reasons, if a page logs an error, a panel
+fails, or a panel is empty without an explanation.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def chromium() -> str:
 
 @contextmanager
 def browser() -> Iterator[Browser]:
-    """Run a browser without its own background requests until the block ends."""
+    """Run Chromium without its own background requests until the block ends."""
     with sync_playwright() as playwright:
         started = playwright.chromium.launch(
             executable_path=chromium(),
@@ -139,14 +139,17 @@ def look(page: Page, board: str, url: str) -> PageReport:
 
 
 def address(boards: str, board: str, began: float, theme: str) -> str:
-    """Return the URL of a dashboard with its chosen variables, from `began` until now."""
+    """Return the URL of a dashboard in the viewer at `boards`, with the variables in CHOSEN.
+
+    The time range is from Unix time `began` until now.
+    """
     times = {"from": f"{began * 1000:.0f}", "to": f"{time.time() * 1000:.0f}"}
     variables = {f"var-{name}": value for name, value in CHOSEN.get(board, {}).items()}
     return f"{boards}/d/{BOARDS[board]['uid']}?" + urlencode({**times, "refresh": "", "theme": theme, **variables})
 
 
 def screenshots(running: ClusterDemo, folder: Path, chosen: Sequence[str] = tuple(BOARDS)) -> list[PageReport]:
-    """Save a picture of every dashboard in every width and theme."""
+    """Save a picture of every chosen dashboard in every width and theme. Return a report per picture."""
     folder.mkdir(parents=True, exist_ok=True)
     reports = []
     with browser() as opened:
@@ -187,7 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def wait(running: ClusterDemo, seconds: float) -> None:
-    """Wait until `seconds` after the start of the cluster. Raises StackError if a part of it fails."""
+    """Wait until `seconds` after the start of the cluster. Raises StackError if a process or the simulation fails."""
     while time.time() < running.began + seconds:
         running.check()
         time.sleep(0.5)

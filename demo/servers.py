@@ -1,10 +1,11 @@
 """Find Prometheus, promtool, Alertmanager and amtool, or fetch them into a cache without root.
 
-The sources are, in this order: programs on PATH, Debian packages from the mirror of apt, unpacked and not installed,
-and the release archives of https://github.com/prometheus, checked against their published sha256sums.txt. This module
-uses the standard library only, because `make` runs it before anything is installed.
+Programs on PATH are used first. Without them, Debian packages are fetched from the mirror of apt, unpacked and not
+installed. Without a mirror, the release archives of https://github.com/prometheus are fetched and checked against their
+published sha256sums.txt. This module uses the standard library only, because `make` runs it before anything is
+installed.
 
-FLOPWATCH_CACHE names the cache folder, and FLOPWATCH_DEBIAN_SUITE the Debian release of the packages. A call with a
+FLOPWATCH_CACHE is the cache folder, and FLOPWATCH_DEBIAN_SUITE the Debian release of the packages. A call with a
 `suite` uses the packages of that release and ignores PATH. The archive of Debian has the oldest and the newest version
 to test with, in the suites OLDEST and NEWEST.
 """
@@ -46,12 +47,12 @@ Log = Callable[[str], None]
 
 
 class ServersError(RuntimeError):
-    """Prometheus or Alertmanager cannot be found or fetched. The message explains what to do."""
+    """Raised if Prometheus or another program cannot be found or fetched. The message explains what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Servers:
-    """The words of the command that starts each program, and the origin of the programs."""
+    """Commands that start Prometheus, promtool, Alertmanager and amtool, and the origin of these programs."""
 
     prometheus: tuple[str, ...]
     promtool: str
@@ -62,7 +63,7 @@ class Servers:
 
 
 def find(environ: Mapping[str, str] = os.environ, log: Log = print, suite: str | None = None) -> Servers:
-    """Return the programs on PATH, or those in the cache, fetched if they are missing. Raises ServersError.
+    """Return the four programs from PATH, or else from the cache, fetched if they are missing. Raises ServersError.
 
     With a `suite`, return the programs of that Debian release.
     """
@@ -94,14 +95,15 @@ def find(environ: Mapping[str, str] = os.environ, log: Log = print, suite: str |
 
 
 def node_exporter(environ: Mapping[str, str] = os.environ, log: Log = print) -> str:
-    """Return the path of the node_exporter of Prometheus. Raises ServersError."""
+    """Return the path of Prometheus' node_exporter, fetched if it is not on PATH. Raises ServersError."""
     return _package("prometheus-node-exporter", ("prometheus-node-exporter", "node_exporter"), environ, log)
 
 
 def victoria_metrics(environ: Mapping[str, str] = os.environ, log: Log = print, suite: str | None = None) -> str:
-    """Return the path of single-node VictoriaMetrics, a database that accepts OTLP. Raises ServersError.
+    """Return the path of single-node VictoriaMetrics, a database that accepts OTLP, fetched if it is not on PATH.
 
-    With a `suite`, vmalert, which evaluates rules, and vmalert-tool are in the same folder.
+    With a `suite`, return that of this Debian release. Then vmalert, which evaluates rules, and vmalert-tool are in the
+    same folder. Raises ServersError.
     """
     return _package("victoria-metrics", ("victoria-metrics", "victoria-metrics-prod"), environ, log, suite)
 
@@ -109,7 +111,10 @@ def victoria_metrics(environ: Mapping[str, str] = os.environ, log: Log = print, 
 def _package(
     package: str, programs: Sequence[str], environ: Mapping[str, str], log: Log, suite: str | None = None
 ) -> str:
-    """Return the first of the programs on PATH, else `programs[0]` of the Debian package, unpacked into the cache."""
+    """Return the path of the first program on PATH, else that of `programs[0]` in the unpacked Debian package.
+
+    The package is unpacked into the cache if it is missing. Raises ServersError.
+    """
     for name in programs:
         if suite is None and (program := shutil.which(name, path=environ.get("PATH"))):
             return program
@@ -129,8 +134,9 @@ def _package(
 def with_template(root: Path) -> tuple[tuple[str, ...], str]:
     """Return the command of an unpacked Debian Alertmanager, or an empty command and the reason.
 
-    Alertmanager exits without its default template, whose path /usr/share/prometheus/alertmanager is compiled in. In
-    its own mount namespace, /usr/share is the unpacked one. It keeps the network of the host.
+    Alertmanager exits without its default template, whose path /usr/share/prometheus/alertmanager is compiled in. So
+    the command runs it in a mount namespace in which /usr/share is the unpacked folder. It keeps the network of the
+    host.
     """
     program = str(root / "usr" / "bin" / "prometheus-alertmanager")
     if Path("/usr/share/prometheus/alertmanager/default.tmpl").exists():
@@ -152,7 +158,7 @@ def with_template(root: Path) -> tuple[tuple[str, ...], str]:
 
 
 def _fetched(cache: Path, suite: str, log: Log, releases: bool) -> Path:
-    """Return the folder with usr/bin/{prometheus,promtool,amtool,...}, after fetching it if it is missing.
+    """Return the cached folder that has usr/bin/{prometheus,promtool,amtool,...}, fetched if it is missing.
 
     The release archives are a fallback if `releases` is True. Raises ServersError.
     """
@@ -185,7 +191,7 @@ def _fetched(cache: Path, suite: str, log: Log, releases: bool) -> Path:
 
 
 def _fill(target: Path, log: Log, unpack: Callable[[Path], object]) -> None:
-    """Create `target` with `unpack`, completely or not at all, in up to three tries. Raises ServersError."""
+    """Create the folder `target` with `unpack`, completely or not at all, in up to three tries. Raises ServersError."""
     started = time.monotonic()
     for pause in (2, 5, None):
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=".part-") as scratch:
@@ -205,7 +211,7 @@ def _fill(target: Path, log: Log, unpack: Callable[[Path], object]) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """Return the last line of a failed program's standard error, or the text of the error."""
+    """Return the last line of standard error if `error` is that of a failed program, else the text of the error."""
     if isinstance(error, subprocess.CalledProcessError):
         lines = [line for line in (error.stderr or "").splitlines() if line.strip()]
         return f"{error.cmd[0]}: {lines[-1] if lines else f'exit status {error.returncode}'}"
@@ -214,7 +220,7 @@ def _reason(error: Exception) -> str:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Lock the cache folder until the block ends. Raises ServersError."""
+    """Lock the cache folder until the block ends. Raises ServersError if the folder cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         handle = (folder / "lock").open("w")
@@ -304,7 +310,10 @@ def _unpack_releases(tree: Path) -> None:
 
 
 def unpack_release(base: str, name: str, tree: Path) -> None:
-    """Unpack the programs of the release archive `name` at `base`. Raises ServersError if its SHA-256 is wrong."""
+    """Unpack the programs of the release archive `name` at the URL `base` into `tree`.
+
+    Raises ServersError if the archive does not have its published SHA-256.
+    """
     machine = {"x86_64": "amd64", "aarch64": "arm64", "armv7l": "armv7"}.get(platform.machine(), platform.machine())
     archive = f"{name}.linux-{machine}.tar.gz"
     content = _download(f"{base}/{archive}")

@@ -1,8 +1,8 @@
 """Start and stop the whole chain on free loopback ports: receiver, Alertmanager, Prometheus, exporter, training job.
 
-Every program runs in its own session and writes to a log file in the state folder. The kernel kills it when this
-process dies for any reason (prctl(2), PR_SET_PDEATHSIG, through setpriv of util-linux). That is bound to the thread
-that started the program, so one thread must create a `DemoStack` and outlive it.
+Every program runs in its own session and writes to a log file in the state folder. The kernel kills the program when
+this process dies for any reason (prctl(2), PR_SET_PDEATHSIG, through setpriv of util-linux). The kernel also kills it
+when the thread that started it ends. So one thread must create a `DemoStack` and outlive it.
 """
 
 from __future__ import annotations
@@ -37,11 +37,16 @@ Train = Literal["torch", "simulated"]
 
 
 class StackError(RuntimeError):
-    """A part of the stack failed. The message shows the end of its log."""
+    """Raised if a program of the demo fails or does not answer. The message may have the end of the program's log."""
 
 
 class PrometheusApi:
-    """Client for the queries of the HTTP API of Prometheus (https://prometheus.io/docs/prometheus/latest/querying/api/)."""
+    """Client for the queries of the HTTP API of Prometheus.
+
+    Queries raise ValueError if Prometheus rejects them, and StackError if Prometheus does not answer.
+
+    API: https://prometheus.io/docs/prometheus/latest/querying/api/
+    """
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -54,7 +59,7 @@ class PrometheusApi:
         return [(series["metric"], float(series["value"][1])) for series in data["result"]]
 
     def value(self, expr: object, at: float | None = None) -> float | None:
-        """Return the value of a query with one series, None without a series. Raises ValueError for several."""
+        """Return the value of an instant query with one series, None without series. Raises ValueError for several."""
         found = self.query(expr, at)
         if len(found) > 1:
             raise ValueError(f"{expr} has {len(found)} series")
@@ -83,14 +88,14 @@ class PrometheusApi:
 
 
 class Child:
-    """Child process in its own session that logs to a file."""
+    """Child process in its own session that logs to a file and is killed when this process dies."""
 
     def __init__(self, name: str, command: Sequence[str], environ: Mapping[str, str], log: Path) -> None:
         self.name, self.command, self.environ, self.log = name, command, environ, log
         self.start()
 
     def start(self) -> None:
-        """Start the program, also again after its end, and append to its log."""
+        """Start the program and append its output to the log. Can be called again after the program has ended."""
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 ["setpriv", "--pdeathsig", "KILL", "--", *self.command],
@@ -103,7 +108,7 @@ class Child:
             )
 
     def failure(self, what: str) -> StackError:
-        """Return an error with the end of the log; `what` follows the name of the program."""
+        """Return a StackError with the end of the log. The message is the program's name, followed by `what`."""
         lines = self.log.read_text(errors="replace").splitlines()[-15:]
         return StackError("\n  ".join([f"{self.name} {what}; the end of {self.log}:", *lines]))
 
@@ -113,7 +118,7 @@ class Child:
             raise self.failure(f"ended with status {self.process.returncode}")
 
     def stop(self, kill: bool = False, grace: float = GRACE) -> None:
-        """End the program by SIGTERM, and by SIGKILL after `grace` seconds or with `kill`."""
+        """End the program by SIGTERM, then by SIGKILL after `grace` seconds. With `kill`, send SIGKILL at once."""
         if self.process.poll() is None and not kill:
             self.process.terminate()
             try:
@@ -126,12 +131,12 @@ class Child:
 
 
 class DemoStack:
-    """The chain from the simulated card to the message, as one context manager.
+    """Context manager that runs the whole chain, from the simulated GPU to the Slack message.
 
     `pace` divides every window and interval of the shipped alerts. `train` chooses the job on the simulated node.
-    `trainer` and `exporter` are more arguments for these two. With `shows`, dashboards are shown if possible
-    (demo/boards.py). Query and disturb the stack through `prometheus`, `receiver`, `node` and `control`. The job logs
-    to `train_log`.
+    `trainer` has further arguments for the job, and `exporter` for the exporter. With `shows`, dashboards are shown if
+    possible (demo/boards.py). Query and disturb the stack through `prometheus`, `receiver`, `node` and `control`. The
+    job logs to `train_log`.
     """
 
     def __init__(
@@ -334,7 +339,7 @@ class DemoStack:
         )
 
     def control(self, **wishes: object) -> None:
-        """Replace the control file, which the job reads at each step. Example: `control(slow={"2": 0.3})`."""
+        """Replace the control file, which switches faults of the job at its next step: `control(slow={"2": 0.3})`."""
         draft = self.control_file.with_suffix(".part")
         draft.write_text(json.dumps(wishes))
         draft.replace(self.control_file)
@@ -344,7 +349,7 @@ class DemoStack:
         return int((self.state / "train" / "pids" / str(rank)).read_text())
 
     def restart_exporter(self, kill: bool = True) -> None:
-        """End the exporter, by SIGKILL or SIGTERM, and start it on the same ports."""
+        """End the exporter, by SIGKILL if `kill` is True, else by SIGTERM. Start it again on the same ports."""
         exporter = self.children["exporter"]
         exporter.stop(kill=kill)
         exporter.start()
@@ -356,7 +361,7 @@ class DemoStack:
             child.check()
 
     def stop(self, kill: bool = False) -> None:
-        """End all programs, the job first. Raises StackError if a process or an open port is left."""
+        """End all programs, the training job first. Raises StackError if a process or an open port is left."""
         for name in ("training", "boards", "exporter", "prometheus", "alertmanager"):
             if name in self.children:
                 self.children[name].stop(kill)
@@ -435,7 +440,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def fetch(url: str, timeout: float = 10) -> bytes:
-    """Return the body of a URL. Ignores proxy settings. Raises OSError."""
+    """Return the body of a URL. Ignores proxy settings. Raises OSError if the request fails."""
     with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=timeout) as reply:
         content: bytes = reply.read()
         return content

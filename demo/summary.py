@@ -20,7 +20,7 @@ NOT_YET = "-"
 
 @dataclass(frozen=True, slots=True)
 class Straggler:
-    """The rank that waits least for the others, and where it runs."""
+    """The rank that waits least for the other ranks, with its host and GPU."""
 
     rank: str
     score: float  # share of every step it costs
@@ -34,7 +34,7 @@ class Straggler:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Figures of one run at one moment. A figure is None or empty while Prometheus has no series for it."""
+    """Values of one run at one moment. A value is None or empty while Prometheus has no series for it."""
 
     mfu: float | None
     effective_mfu: float | None
@@ -44,7 +44,7 @@ class Summary:
     tokens_per_second: float | None
     steps: float | None
     worst: Straggler | None
-    buckets: dict[str, float]  # seconds, including those not yet in a bucket
+    buckets: dict[str, float]  # seconds by bucket, "open" for those not yet in a bucket
     firing: list[str]
 
 
@@ -88,12 +88,12 @@ def _worst(prometheus: PrometheusApi, this: str) -> Straggler | None:
 
 
 def percent(ratio: float | None) -> str:
-    """Format a ratio as a percentage."""
+    """Format a ratio as a percentage, None as NOT_YET."""
     return NOT_YET if ratio is None else f"{100 * ratio:.1f} %"
 
 
 def number(value: float | None, unit: str = "", scale: float = 1.0) -> str:
-    """Format a number with thousands separators, after multiplication by `scale`."""
+    """Format a number with thousands separators, after multiplication by `scale`. Format None as NOT_YET."""
     return NOT_YET if value is None else f"{value * scale:,.0f}{unit}"
 
 
@@ -113,7 +113,7 @@ def line(summary: Summary, elapsed: float) -> str:
 
 
 def rows(summary: Summary) -> list[tuple[str, str, str]]:
-    """Return name, value and meaning of each fact."""
+    """Return the rows of the summary's table: name, value and meaning."""
     total = sum(summary.buckets.values())
     buckets = " · ".join(
         f"{bucket.replace('_', ' ')} {percent(seconds / total)}"
@@ -144,7 +144,7 @@ def rows(summary: Summary) -> list[tuple[str, str, str]]:
 
 
 def table(summary: Summary, plain: bool) -> Table:
-    """Return the facts as a table."""
+    """Return the summary as a table, with ASCII borders if `plain` is True."""
     drawn = Table(show_header=False, box=box.ASCII2 if plain else box.ROUNDED)
     drawn.add_column(style="bold", no_wrap=True)
     drawn.add_column(justify="right", no_wrap=True, style="cyan")

@@ -115,7 +115,7 @@ SXIDS = f"""\
 
 
 def table(header: str, rows: Iterable[Iterable[object]]) -> str:
-    """Return a Markdown table; `header` has the column names between bars."""
+    """Return a Markdown table. `header` has the column names, separated by ` | `."""
     lines = [f"| {header} |", f"|{'---|' * len(header.split(' | '))}"]
     for row in rows:
         lines.append(f"| {' | '.join(str(cell).replace('|', chr(92) + '|') for cell in row)} |")
@@ -123,12 +123,12 @@ def table(header: str, rows: Iterable[Iterable[object]]) -> str:
 
 
 def code_list(names: Iterable[object]) -> str:
-    """Return names as a list of Markdown code."""
+    """Return names as Markdown code, separated by commas."""
     return ", ".join(f"`{name}`" for name in names)
 
 
 def metrics() -> str:
-    """Return docs/metrics.md, a table per domain."""
+    """Return docs/metrics.md, with one table of metrics per domain."""
     parts = [METRICS]
     for domain, rows in groupby(all_metrics(), key=lambda row: row.domain):
         cells = ((f"`{row}`", row.type, code_list(row.labels), row.help, row.source) for row in rows)
@@ -137,13 +137,13 @@ def metrics() -> str:
 
 
 def key_metrics() -> str:
-    """Return README's table of the rows that matter most."""
+    """Return the README's table of the metrics that the catalogue marks as `key`."""
     rows: Iterator[Metric] = (row for row in all_metrics() if row.key)
     return table("series | labels | meaning", ((f"`{row}`", code_list(row.labels), row.help) for row in rows))
 
 
 def recorded() -> str:
-    """Return docs/records.md, a table per group of rules."""
+    """Return docs/records.md, with one table of recorded series per group of rules."""
     settings = AlertSettings()
     parts = [RECORDS]
     for group, title in GROUPS.items():
@@ -154,7 +154,7 @@ def recorded() -> str:
 
 
 def xid_page() -> str:
-    """Return docs/xid.md."""
+    """Return docs/xid.md, with the tables of Xid and SXid codes."""
     bold = {*ON_EVERY_GPU, *BEFORE_NVLINK_5, *WITH_NVLINK_5}
     codes = (
         (
@@ -186,7 +186,7 @@ def xid_page() -> str:
 
 
 def health_rules() -> str:
-    """Return the tables of docs/check.md."""
+    """Return the tables of docs/check.md: health rules for current values, and rules for counters that rise."""
     header = "reason | verdict | when | what to do | from"
     rules = (
         (f"`{rule.reason}`", rule.verdict, rule.text, ACTIONS[rule.action], code_list(rule.rows)) for rule in RULES
@@ -205,7 +205,7 @@ def health_rules() -> str:
 
 
 def between_marks(path: Path, content: str) -> str:
-    """Return the file with `content` in place of what is between its two comments."""
+    """Return the text of a file with `content` between its comments NOTICE and END. Raises ValueError without them."""
     text = path.read_text(encoding="utf-8")
     marked, count = re.subn(
         f"(?<={re.escape(NOTICE)}\n).*?(?={re.escape(END)})", lambda _: f"\n{content}\n", text, flags=re.DOTALL
@@ -216,7 +216,7 @@ def between_marks(path: Path, content: str) -> str:
 
 
 def pages() -> dict[Path, str]:
-    """Return the content of every file this module writes."""
+    """Return the content of every file that this module writes, by path."""
     readme, check = ROOT / "README.md", ROOT / "docs" / "check.md"
     return {
         ROOT / "docs" / "metrics.md": metrics(),
@@ -228,7 +228,7 @@ def pages() -> dict[Path, str]:
 
 
 def main() -> None:
-    """Write the files."""
+    """Write the generated pages and tables."""
     for path, content in pages().items():
         path.write_text(content, encoding="utf-8")
 

@@ -3,7 +3,8 @@
 GitHub reads the same files, so links are relative to the file they are in, for example `../alerts/runbooks/GpuHot.md`.
 In the site, a link to a file that is a page leads to the page. A link to any other file of the repository leads to
 the repository if FLOPWATCH_REPOSITORY_URL is set, and is plain text if not. A link to a missing file is left alone, so
-that `mkdocs build --strict` reports it. API: https://www.mkdocs.org/dev-guide/plugins/#events.
+that `mkdocs build --strict` reports it.
+API: https://www.mkdocs.org/dev-guide/plugins/#events
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Rewrite the links of a page, outside code blocks."""
+    """Rewrite the links of a page to files of the repository, except in code blocks."""
     source = page.file.abs_src_path
     if source is None:
         return markdown

@@ -66,7 +66,7 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """A decoder-only transformer over bytes that returns the loss of predicting each next one."""
+    """A decoder-only transformer over bytes that returns the loss of predicting each next byte."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class LanguageModel(nn.Module):
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean cross entropy in nats of bytes of shape batch x length."""
+        """Return the mean cross entropy in nats. Inputs and targets are bytes of shape batch x length."""
         x = self.token(inputs) + self.position(torch.arange(inputs.shape[1]))
         logits = self.head(self.norm(self.blocks(x)))
         return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
@@ -84,8 +84,8 @@ class LanguageModel(nn.Module):
 def store(rank: int, attempt: int) -> Store:
     """Return the store through which ranks find each other: torchrun's, or a local one for a single process.
 
-    torchrun keeps its store over restarts, with the addresses of dead ranks. A new rank that is quick finds those and
-    fails (https://github.com/pytorch/pytorch/issues/135712), so each attempt has keys of its own.
+    torchrun keeps its store over restarts, with the addresses of dead ranks. A new rank could read those addresses and
+    fail (https://github.com/pytorch/pytorch/issues/135712), so each attempt has its own keys.
     """
     if "MASTER_ADDR" not in os.environ:
         return HashStore()
@@ -106,7 +106,7 @@ def standard_library() -> Tensor:
 
 
 def batches(text: Tensor, steps: range, rank: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield each step's inputs and targets; they depend on step and rank alone, so a resumed run continues exactly."""
+    """Yield each step's inputs and targets. They depend on step and rank alone, so a resumed run continues exactly."""
     for step in steps:
         generator = torch.Generator().manual_seed(step << 16 | rank)
         starts = torch.randint(len(text) - CONTEXT, (BATCH, 1), generator=generator)
@@ -117,8 +117,8 @@ def batches(text: Tensor, steps: range, rank: int) -> Iterator[tuple[Tensor, Ten
 def measured_peak(local_ranks: int) -> float:
     """Return the FLOP/s available to one rank: the best matmul of one thread, times the cores per rank (at most 1).
 
-    Only rank 0 measures while the others wait, so that its thread has a core to itself. With 4 ranks on 2 cores each
-    rank has half a core; without that factor the ranks' peaks would add up to twice the machine.
+    Only rank 0 measures while the others wait, so that its thread has a core to itself. With 4 ranks on 2 cores, each
+    rank has half a core. Without that factor, the ranks' peaks would add up to twice that of the machine.
     """
     rate = torch.zeros(1, dtype=torch.float64)
     dist.barrier()
@@ -149,7 +149,7 @@ class Checkpoint:
         self.path, self.model, self.optimizer = path, model, optimizer
 
     def save(self, step: int) -> None:
-        """Write the state after `step`; returns when it is durable."""
+        """Write the state after `step`. Returns once the file is durable."""
         draft = self.path.with_suffix(".part")
         with draft.open("wb") as file:
             torch.save({"step": step, "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}, file)
@@ -165,23 +165,23 @@ class Checkpoint:
 
 
 class Log:
-    """JSON lines of events, from rank 0: the job's own record, independent of flopwatch."""
+    """Log of events as JSON lines, written by rank 0 only and independent of flopwatch."""
 
     def __init__(self, path: Path | None, attempt: int) -> None:
         self.file = None if path is None else path.open("a", buffering=1)
         self.attempt = attempt
 
     def write(self, event: str, **fields: Any) -> None:
-        """Append one line; it has reached the kernel when this returns, so that killing the process cannot lose it."""
+        """Append one line. It has reached the kernel at return, so killing the process cannot lose it."""
         if self.file is not None:
             self.file.write(json.dumps({"event": event, "time": time.time(), "attempt": self.attempt, **fields}) + "\n")
 
 
 class Faults:
-    """Disturbances set by flags, or at run time by the control file, whose keys replace the flags'.
+    """Disturbances set by flags, or at run time by the control file. Keys of the file replace those of the flags.
 
-    {"slow": {"2": 0.3}, "die": {"1": 500}, "stop": true}: rank 2 computes 30 % longer, rank 1 is killed in step 500
-    of a first attempt, the run stops.
+    Example: {"slow": {"2": 0.3}, "die": {"1": 500}, "stop": true}. Rank 2 computes 30 % longer, rank 1 is killed in
+    step 500 of a first attempt, and the run stops.
     """
 
     def __init__(self, flags: argparse.Namespace, rank: int) -> None:
@@ -195,7 +195,7 @@ class Faults:
         self.wanted = self.flags
 
     def read(self) -> None:
-        """Read the control file if it has changed; a half-written one is read at the next step."""
+        """Read the control file if it has changed. A half-written file is read at the next step."""
         if self.control is None:
             return
         try:
@@ -208,11 +208,11 @@ class Faults:
 
     @property
     def slow(self) -> float:
-        """Return this rank's slowdown as a share of its own compute time."""
+        """Return the delay of this rank, as a share of its own compute time."""
         return float(self.wanted["slow"].get(self.rank, 0.0))
 
     def dies_in(self, step: int, first_step: int) -> bool:
-        """Return whether this rank dies in `step`, given the first step of its process."""
+        """Return whether this rank must die in `step`. `first_step` is the first step of its process."""
         at = self.wanted["die"].get(self.rank)
         return at is not None and first_step <= at <= step
 
@@ -254,7 +254,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Train, with a checkpoint to resume from at each restart."""
+    """Train the model, from the last checkpoint if there is one."""
     args = arguments()
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank, local_world = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))

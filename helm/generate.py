@@ -1,4 +1,4 @@
-"""Write what is generated of the chart: files/routing.yaml from the alerts, README.md from values.yaml.
+"""Write the generated files of the Helm chart: files/routing.yaml from the alerts, README.md from values.yaml.
 
 python -m helm.generate
 """
@@ -19,7 +19,7 @@ from alerts.routing import alertmanager
 
 CHART = Path(__file__).parent
 SECRETS = Path("/etc/alertmanager/secrets")  # where the Prometheus Operator mounts those of an Alertmanager
-# Words in capitals the chart replaces, and TEAM it repeats; links are there to be taken out.
+# The chart replaces words in capitals, repeats TEAM for each team, and removes the links that have no base URL.
 EVERYBODY = AlertSettings(
     slack_url_file=SECRETS / "SLACK_SECRET" / "slack-url",
     pagerduty_key_file=SECRETS / "PAGERDUTY_SECRET" / "pagerduty-key",
@@ -56,7 +56,7 @@ Tested example values: {situations}.
 
 
 def routing() -> str:
-    """Return files/routing.yaml: both forms of a configuration with every receiver there is."""
+    """Return files/routing.yaml: the routing to every kind of receiver, for Alertmanager and as AlertmanagerConfig."""
     return as_yaml(
         {"alertmanager": alertmanager(EVERYBODY), "alertmanagerConfig": alertmanagerconfig(EVERYBODY)},
         by="helm.generate",
@@ -64,7 +64,7 @@ def routing() -> str:
 
 
 def comments(text: str) -> dict[str, str]:
-    """Return the comment of each value in values.yaml, by its full name."""
+    """Return the comment of each value in the text of values.yaml, by the dotted name of the value."""
     found: dict[str, str] = {}
     name = ""
     for line in text.splitlines():
@@ -80,7 +80,7 @@ def comments(text: str) -> dict[str, str]:
 
 
 def leaves(values: dict[str, Any], described: dict[str, str], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each value that has a comment of its own, with its default."""
+    """Yield the dotted name and the default of each value that has a comment in `described`."""
     for key, value in values.items():
         if prefix + key in described:
             yield prefix + key, value
@@ -89,7 +89,7 @@ def leaves(values: dict[str, Any], described: dict[str, str], prefix: str = "") 
 
 
 def readme() -> str:
-    """Return README.md."""
+    """Return the content of the chart's README.md."""
     text = (CHART / "values.yaml").read_text(encoding="utf-8")
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text(encoding="utf-8"))
     described = comments(text)
@@ -107,7 +107,7 @@ def readme() -> str:
 
 
 def main() -> None:
-    """Write both files."""
+    """Write files/routing.yaml and README.md of the chart."""
     (CHART / "files" / "routing.yaml").write_text(routing(), encoding="utf-8")
     (CHART / "README.md").write_text(readme(), encoding="utf-8")
 

@@ -1,1 +1,1 @@
-"""Fleet simulator: jobs and faults of a cluster in virtual time, compared with what the ledger concludes."""
+"""Fleet simulator: simulates jobs and faults of a cluster in virtual time and compares the ledger with the truth."""

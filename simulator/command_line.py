@@ -1,4 +1,4 @@
-"""Flags and output of `python -m simulator`, which `flopwatch simulate` shares."""
+"""Command line of the fleet simulator: flags and output of `python -m simulator` and of `flopwatch simulate`."""
 
 from __future__ import annotations
 
@@ -72,10 +72,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Simulate and print the comparison.
+    """Run the chosen scenario, print its comparison with the truth and return the exit status.
 
-    Return 1 if a figure of the ledger is off by more than 1 %, or if the rules judge a kind of job poorly.
-    Raises SettingsError for a wrong flag.
+    The status is 1 if a value of the ledger differs from the truth by more than 1 %. It is also 1 if the alert rules
+    name a wrong rank or host, or explain too few jobs of a kind. Raises SettingsError for a wrong flag.
     """
     from simulator import kinds, output
     from simulator.faults import script

@@ -9,19 +9,19 @@ Action = Callable[[float], None]
 
 
 class EventQueue:
-    """Actions ordered by virtual time in seconds; equal times keep the order in which they were scheduled."""
+    """Queue of actions ordered by virtual time in seconds. Actions of equal time run in the order of scheduling."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Action]] = []
         self._count = 0
 
     def at(self, t: float, action: Action) -> None:
-        """Schedule an action; it is called with its time."""
+        """Schedule an action for virtual time `t`. The action is called with `t`."""
         self._count += 1
         heapq.heappush(self._heap, (t, self._count, action))
 
     def run(self, done: Callable[[], bool]) -> None:
-        """Run the actions in order until none is left or `done` returns True."""
+        """Run the actions in order of time until no action is left or `done` returns True."""
         while self._heap and not done():
             t, _, action = heapq.heappop(self._heap)
             action(t)

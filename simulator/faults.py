@@ -1,7 +1,7 @@
 """Kinds of fault with the clues that nodes observe, and faults at given or random times.
 
-The counts are those of 54 days of Llama 3 405B on 16,384 GPUs (https://arxiv.org/abs/2407.21783, table 5). The shares
-in that table do not match its counts, so only the counts are used.
+The published counts are those of 54 days of Llama 3 405B on 16,384 GPUs (https://arxiv.org/abs/2407.21783, table 5).
+The shares in that table do not match its counts, so only the counts are used.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ _WORKSHOP = (4 * 3600.0, 48 * 3600.0)
 
 @dataclass(frozen=True)
 class Clue:
-    """Something that a node observes of a fault, a random time in `after` (seconds) later; negative means earlier."""
+    """Something that a node observes of a fault. `after` is the range of the seconds from the fault to the observation.
+
+    A negative number of seconds means an observation before the fault.
+    """
 
     kind: str
     detail: str = ""
@@ -34,7 +37,7 @@ class Clue:
 
 @dataclass(frozen=True)
 class FaultKind:
-    """A kind of fault. Times are in seconds; a pair is the range of a uniform distribution."""
+    """A kind of fault. Times are in seconds. A pair of times is the range of a uniform distribution."""
 
     name: str
     cause: str  # the cause that the ledger should find
@@ -42,12 +45,12 @@ class FaultKind:
     sees: tuple[tuple[float, tuple[Clue, ...]], ...]  # alternatives: weight, clues
     noticed: tuple[float, float] = (5.0, 60.0)  # until a timeout of NCCL or the launcher ends the processes
     effect: Literal["end", "planned", "slow", "stall"] = "end"
-    dark: bool = False  # the node sends nothing from here on
+    dark: bool = False  # the node sends nothing from the fault on
     replaced: bool = True  # the node is sent to repair
     repair: tuple[float, float] = _WORKSHOP  # or how long the fault lasts
     rollback: int = 0  # checkpoints that can no longer be trusted
     waits: str = "data_stall"  # the activity during a stall
-    published: int = 0
+    published: int = 0  # count in the paper; 0: never drawn at random
 
 
 def _xid(code: int, *more: Clue) -> tuple[Clue, ...]:
@@ -152,7 +155,7 @@ _ALL = (
         for name, count in (("power_supply", 3), ("chassis", 2), ("io_board", 2), ("cpu", 2), ("memory", 2))
     ),
     FaultKind("maintenance", "planned", "node", _UNSEEN, effect="planned", repair=(300.0, 1500.0), published=47),
-    # The kinds below are for scripts only.
+    # The kinds below are never drawn at random. Scenarios and files of faults name them.
     FaultKind("nvlink", "nvlink", "gpu", ((1.0, _xid(74, Clue("nvlink", place="gpu"))),)),
     FaultKind(
         "out_of_memory",
@@ -206,7 +209,11 @@ KINDS: Mapping[str, FaultKind] = {kind.name: kind for kind in _ALL}
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault that strikes at `t` seconds. A place that is not given is drawn at random when it strikes."""
+    """A fault that strikes at virtual time `t` in seconds.
+
+    A node, GPU, port or leaf that is not given is drawn at random at that time. Raises SettingsError for an unknown
+    kind.
+    """
 
     t: float
     kind: str
@@ -227,7 +234,10 @@ class Fault:
 def draw(
     rng: random.Random, days: float, gpus: int, reference_gpus: int = LLAMA_3_GPUS, by_hand: int = 0, run: str = ""
 ) -> list[Fault]:
-    """Return the published interruptions at random times, in a number proportional to the GPU-days."""
+    """Return faults of the published kinds at random times, in numbers proportional to the GPU-days.
+
+    In the same proportion, `by_hand` faults need a repair by hand, which takes 2 to 6 hours more.
+    """
     scale = days * gpus / (LLAMA_3_DAYS * reference_gpus)
     kinds = []
     for kind in (kind for kind in KINDS.values() if kind.published):
@@ -244,9 +254,9 @@ def draw(
 
 
 def script(path: Path) -> list[Fault]:
-    """Return the faults in a file, as YAML or one JSON object per line. Raises SettingsError.
+    """Return the faults in a file, as YAML or one JSON object per line. Raises SettingsError for a wrong file.
 
-    {"t": 7200, "kind": "leaf", "leaf": "leaf-0-3", "lasts": 2400}
+    Example: {"t": 7200, "kind": "leaf", "leaf": "leaf-0-3", "lasts": 2400}
     """
     try:
         text = path.read_text()

@@ -1,7 +1,7 @@
-"""Training series of all ranks of a simulated cluster: the families that `metrics` leaves out, for dashboards.
+"""Training series of all ranks of a simulated cluster, for dashboards: the families that metrics.py leaves out.
 
-A step ends for all ranks at once. Usually each rank waits for its own share of the step, which changes slowly. In a
-slow step, all ranks wait for the rank on the slow card or port, which waits less.
+A step ends for all ranks at once. In a usual step, each rank waits in collectives for a share of the step, which
+differs by rank and changes slowly. In a slow step, all other ranks wait longer, for the rank on the slow GPU or port.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ UNUSED = 3e9  # bytes
 
 @dataclass
 class HookTotals:
-    """What the hooks of an attempt have added up so far."""
+    """Totals that the hooks of one attempt have added up so far."""
 
     steps: int = 0
     waits: dict[int, float] = field(default_factory=dict)  # seconds by rank
@@ -40,7 +40,7 @@ class HookTotals:
 
 
 class Hooks:
-    """Hooks of all ranks of a cluster. Call it at each scrape, in order of time."""
+    """Training hooks of all ranks of a cluster, to be called once per scrape in order of virtual time."""
 
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(f"{seed} hooks")
@@ -48,7 +48,7 @@ class Hooks:
         self._shares: dict[tuple[str, int], float] = {}
 
     def __call__(self, world: SimulatedCluster, t: float) -> Iterator[tuple[int, Line]]:
-        """Yield node and line of each sample at a virtual time."""
+        """Yield each sample at virtual time `t`, with the number of the node that serves it."""
         for state in world.jobs:
             if state.attempt is not None and state.attempt.ended is None:
                 yield from self._run(world, state, state.attempt, t)
@@ -97,7 +97,7 @@ class Hooks:
     def _common_samples(
         state: JobState, attempt: JobAttempt, totals: HookTotals, t: float
     ) -> list[tuple[Metric, tuple[str, ...], float]]:
-        """Return the samples that are equal on all ranks, with the labels that follow run and rank."""
+        """Return the samples that are equal on all ranks, each with its labels after `run` and `rank`."""
         job, seconds, made = state.job, attempt.seconds(t), totals.steps
         model = job.flops_per_step(state.gpus) / state.gpus * made
         samples: list[tuple[Metric, tuple[str, ...], float]] = [
@@ -130,7 +130,7 @@ class Hooks:
     def _run_lines(
         self, state: JobState, attempt: JobAttempt, totals: HookTotals, position: int | None
     ) -> Iterator[Line]:
-        """Yield the samples that one rank has for the whole run."""
+        """Yield the samples that describe the whole run, which only one rank pushes."""
         job = state.job
         run = (job.name,)
         samples: list[m.Sample] = [
@@ -169,7 +169,7 @@ class Hooks:
 
 
 def slowest_rank(topology: Topology, state: JobState) -> int | None:
-    """Return the rank that the others wait for in the present stretch of steps, if there is one."""
+    """Return the rank that slows the job's current steps, or None without a slowdown or without a known GPU or port."""
     loss, attempt = state.charged, state.attempt
     if loss is None or attempt is None:
         return None

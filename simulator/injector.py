@@ -18,7 +18,7 @@ from simulator.truth import TrueLoss
 
 
 class FaultInjector:
-    """Faults that strike jobs and places of a cluster; `broken` holds the damage of all of them so far."""
+    """Injector of faults into the jobs and nodes of a cluster. `broken` has the damage of all faults so far."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class FaultInjector:
         self.broken: list[Damage] = []
 
     def schedule(self, fault: Fault) -> None:
-        """Schedule a fault. Raises SettingsError if the cluster has no such run or place."""
+        """Schedule a fault. Raises SettingsError if the cluster lacks a run, leaf, node or GPU that the fault names."""
         nodes, runs = self._topology.nodes, [state.job.name for state in self._jobs]
         for wrong, what in (
             (fault.run and fault.run not in runs, f"run {fault.run!r}; there are {', '.join(runs)}"),
@@ -47,7 +47,10 @@ class FaultInjector:
         self._events.at(fault.t, partial(self._strike, fault))
 
     def _strike(self, fault: Fault, t: float) -> None:
-        """Apply a fault to its jobs and its place; a place without a job is damaged all the same."""
+        """Apply a fault to the nodes, GPUs or ports that it damages, and to the jobs that run there.
+
+        A fault that names a run strikes later if this run is down.
+        """
         kind = KINDS[fault.kind]
         target = next((state for state in self._jobs if state.job.name == fault.run), None)
         if target is not None and not target.done and not target.live and fault.node is None and not fault.leaf:
@@ -95,7 +98,7 @@ class FaultInjector:
         return clues
 
     def _place(self, fault: Fault, kind: FaultKind, target: JobState | None) -> tuple[Fault, list[PortPlace], set[int]]:
-        """Return the fault with its open places drawn at random, its ports and its nodes."""
+        """Draw the leaf, node and GPU that a fault does not name. Return the completed fault, its ports and nodes."""
         inside = target.attempt.nodes if target is not None and target.attempt else range(self._topology.nodes)
         node = fault.node if fault.node is not None else self._rng.choice(inside)
         part = fault.part if fault.part is not None else self._rng.randrange(self._topology.gpus_per_node)
@@ -109,7 +112,7 @@ class FaultInjector:
         return replace(fault, node=node, part=part), [PortPlace(node, part)], nodes
 
     def _interrupt(self, state: JobState, fault: Fault, kind: FaultKind, nodes: set[int], t: float) -> None:
-        """Block a job's processes until a timeout ends them."""
+        """Block the processes of a job that a fault strikes, and schedule their end by a timeout."""
         attempt = state.current
         self._lifecycle.account(state, t)
         attempt.stuck = attempt.made(t)
@@ -161,7 +164,7 @@ class FaultInjector:
         self._events.at(t + 60.0, partial(self._strike, replace(fault, run=state.job.name)))
 
     def _at_step_end(self, state: JobState, t: float, fault: Fault, action: Action) -> None:
-        """Schedule an action for the end of the current step. If the job is down, the fault strikes again later."""
+        """Schedule a fault's action for the end of the job's current step. A job that is down gets the fault later."""
         attempt = state.attempt
         if attempt is None or attempt.ended is not None or not state.live:
             self._strike_again(state, fault, t)
@@ -171,7 +174,7 @@ class FaultInjector:
             self._unless_overtaken(state, attempt.since + (attempt.made(t) + 1) * attempt.each, fault, action)
 
     def _unless_overtaken(self, state: JobState, t: float, fault: Fault, action: Action) -> None:
-        """Schedule an action of a fault. If a failure comes first, the fault strikes again later."""
+        """Schedule a fault's action for time `t`. If the job fails before, schedule the fault again."""
         state.phase += 1
         phase = state.phase
 
@@ -187,7 +190,7 @@ class FaultInjector:
     def _affect(
         self, state: JobState, asked: Fault, fault: Fault, kind: FaultKind, nodes: set[int], lasts: float, t: float
     ) -> None:
-        """Slow a job down, stall it, or end its attempt in an orderly way."""
+        """Slow a job down, stall it, or end its attempt in an orderly way, depending on the kind of fault."""
         loss = self._loss(state, fault, kind, nodes, t)
         if kind.effect == "slow":
             state.slow, state.slowed = fault.factor, loss
@@ -209,12 +212,12 @@ class FaultInjector:
             self._unless_overtaken(state, saved, asked, partial(self._preempt, state, loss, lasts))
 
     def _end_slowdown(self, state: JobState, loss: TrueLoss, t: float) -> None:
-        """Return to the usual step time, from the next checkpoint on."""
+        """Restore the usual step time from the next checkpoint on, unless another slowdown has replaced this one."""
         if state.slowed is loss:
             state.slow, state.slowed = 1.0, None
 
     def _preempt(self, state: JobState, loss: TrueLoss, lasts: float, t: float) -> None:
-        """End an attempt in an orderly way, release its nodes and schedule the restart."""
+        """End an attempt as preempted, release its nodes, and schedule the restart `lasts` seconds later."""
         attempt = state.current
         attempt.committed = attempt.step
         state.durable.append(attempt.step)

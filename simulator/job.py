@@ -44,7 +44,7 @@ MAX_WAIT = 60.0  # seconds after which a rank stops waiting for the others
 
 @dataclass(frozen=True)
 class JobSettings:
-    """Settings of a simulated job."""
+    """Settings of a simulated job. Times are in seconds."""
 
     name: str
     ranks: int
@@ -64,16 +64,16 @@ class JobSettings:
 
     @property
     def tokens_per_rank(self) -> int:
-        """Return the tokens of one rank in one step."""
+        """Return the number of tokens that one rank processes in one step."""
         return round(TOKENS_PER_SECOND * self.step_seconds)
 
     @property
     def checkpoint(self) -> Path:
-        """Return the file that holds the last checkpoint, here only its step."""
+        """Return the file of the last checkpoint, which only contains the step."""
         return self.out / "checkpoint.json"
 
     def faults(self) -> dict[str, Any]:
-        """Return the current faults: those of the flags, with the keys of the control file in place of theirs."""
+        """Return the current faults. Keys of the control file replace those of the flags."""
         wanted: dict[str, Any] = {
             "slow": {str(self.slow_rank): self.slow_by},
             "die": {} if self.die_at_step is None else {str(self.die_rank): self.die_at_step},
@@ -120,7 +120,7 @@ class Rank:
         )
 
     def log(self, event: str, **fields: Any) -> None:
-        """Append a line to the log of the job, which only rank 0 has."""
+        """Append a line to the JSON log of the job, which only rank 0 writes."""
         if self.log_file is not None:
             line = {"event": event, "time": time.time(), "attempt": self.attempt, **fields}
             self.log_file.write(json.dumps(line) + "\n")
@@ -146,7 +146,7 @@ class Rank:
                 os.kill(os.getpid(), signal.SIGKILL)
             late = job.seconds is not None and time.time() - began >= job.seconds
             if self.rank == 0 and (late or wanted["stop"]):
-                self.last.value = step  # before the barrier, so that no rank goes on alone into the next one
+                self.last.value = step  # before the barrier, so that no rank enters the next one alone
             with run.collective_wait():
                 self.barrier.wait(MAX_WAIT)
             loss = 1.9 + 8 / (step + 1) ** 0.5
@@ -164,7 +164,7 @@ class Rank:
         run.finish(status)
 
     def steps_after(self, step: int) -> Iterator[int]:
-        """Yield the steps after `step`, as a loader yields batches."""
+        """Yield the number of each step after `step` up to the last one, in place of a loader's batches."""
         while step < self.last.value:
             step += 1
             yield step
@@ -184,14 +184,14 @@ class Rank:
 
 
 def train(job: JobSettings, launched: int, attempt: int, rank: int, barrier: Barrier, last: Synchronized[int]) -> None:
-    """Run one rank; the main function of a process of the job."""
+    """Run one rank, as the main function of a process of the job."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the launcher ends its ranks
     (job.out / "pids" / str(rank)).write_text(str(os.getpid()))
     Rank(job, launched, attempt, rank, barrier, last).train()
 
 
 def launch(job: JobSettings) -> int:
-    """Run all ranks, restart all when one dies, as torchrun does, and return the exit status."""
+    """Run all ranks and return the exit status. When a rank dies, restart all, up to `max_restarts` times."""
     (job.out / "pids").mkdir(parents=True, exist_ok=True)
     context = multiprocessing.get_context("spawn")
     launched = int(time.time())
@@ -215,7 +215,7 @@ def launch(job: JobSettings) -> int:
 
 
 def all_completed(ranks: list[SpawnProcess]) -> bool:
-    """Wait until all ranks completed or the first one failed, and return whether all completed."""
+    """Wait until all ranks have completed or one has failed, and return whether all have completed."""
     running = ranks
     while running:
         wait([process.sentinel for process in running])
@@ -227,7 +227,7 @@ def all_completed(ranks: list[SpawnProcess]) -> bool:
 
 
 def arguments() -> JobSettings:
-    """Return the job of the command line."""
+    """Return the settings of the job from the command line."""
     parser = argparse.ArgumentParser(prog="python -m simulator.job", description=__doc__.partition("\n")[0])
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--steps", type=int, default=JobSettings.steps, help="steps of the whole run")

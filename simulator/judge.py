@@ -1,4 +1,4 @@
-"""Comparison of a simulated cluster's truth with the ledger: figures of each run, and causes of its losses."""
+"""Comparison of the ledger with a simulated cluster's truth: the totals of each run, and the causes of its losses."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _UNPLANNED = ("failed", "silent")  # statuses of attempts
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure of a run as it truly is and as the ledger has it; None if it has no value."""
+    """One value of a run, such as its goodput, in the truth and in the ledger. None means that there is no value."""
 
     name: str
     unit: str
     truth: float | None
     ledger: float | None
-    of: float | None = None  # the whole that the difference is a share of, if it is not the truth
+    of: float | None = None  # what the difference is divided by, if it is not the truth
 
     @property
     def off(self) -> float:
-        """Return the relative error of the ledger."""
+        """Return the relative error of the ledger, 1 if only the truth or only the ledger has a value."""
         if self.truth is None or self.ledger is None:
             return 0.0 if self.truth is self.ledger else 1.0
         whole = self.of if self.of is not None else abs(self.truth)
@@ -41,50 +41,50 @@ class Figure:
 
 @dataclass
 class CauseScore:
-    """How often a cause was true, how often the ledger found it, how often both, and the GPU seconds lost to it."""
+    """Counts for one cause: losses that had it, incidents to which the ledger gave it, and cases where both agree."""
 
     true: int = 0
     found: int = 0
     right: int = 0
     true_gpu_seconds: float = 0.0
     found_gpu_seconds: float = 0.0
-    placed: int = 0  # right ones with a host in the ledger
-    place_right: int = 0
+    placed: int = 0  # right ones for which the ledger names a host
+    place_right: int = 0  # right ones for which the ledger names a right host
 
     @property
     def precision(self) -> float | None:
-        """Return the share of found causes that are right."""
+        """Return the share of the ledger's incidents with this cause that are right, None without such an incident."""
         return self.right / self.found if self.found else None
 
     @property
     def recall(self) -> float | None:
-        """Return the share of true causes that were found."""
+        """Return the share of losses with this cause for which the ledger found it, None without such a loss."""
         return self.right / self.true if self.true else None
 
 
 @dataclass
 class FleetJudgement:
-    """Result of comparing the ledger with the truth."""
+    """Result of comparing the ledger with the truth of all runs."""
 
     figures: dict[str, list[Figure]] = field(default_factory=dict)  # by run
     causes: dict[str, CauseScore] = field(default_factory=dict)  # of ends; of other losses as in "slow: thermal"
     mistakes: Counter[tuple[str, str]] = field(default_factory=Counter)  # kind of fault, cause in the ledger
     missed: list[str] = field(default_factory=list)  # ends, slowdowns and stalls that the ledger does not have
     invented: list[str] = field(default_factory=list)  # incidents of attempts without a fault
-    not_judged: Counter[str] = field(default_factory=Counter)  # faults too short to show, or part of another's loss
+    not_judged: Counter[str] = field(default_factory=Counter)  # faults too short or part of another loss
 
     @property
     def off(self) -> list[tuple[str, Figure]]:
-        """Return run and figure of each figure with an error above TOLERANCE."""
+        """Return each figure with a relative error above TOLERANCE, with the name of its run."""
         return [(run, figure) for run, figures in self.figures.items() for figure in figures if figure.off > TOLERANCE]
 
     def cause(self, name: str) -> CauseScore:
-        """Return the score of a cause, a new one for a new name."""
+        """Return the score of a cause, which the first call with its name creates."""
         return self.causes.setdefault(name, CauseScore())
 
 
 def judge(truths: Iterable[RunTruth], ledger: Ledger) -> FleetJudgement:
-    """Compare the ledger with the true history of each run."""
+    """Compare the totals and incidents in the ledger with the true history of each run."""
     judgement = FleetJudgement()
     for truth in truths:
         run = ledger.runs[truth.tenant, truth.run]
@@ -120,14 +120,18 @@ def judge(truths: Iterable[RunTruth], ledger: Ledger) -> FleetJudgement:
 
 
 def _is_visible(loss: TrueLoss) -> bool:
-    """Return whether a slowdown lasted at least SLOW_FOR, or a stall ended before its attempt did."""
+    """Return whether a slowdown or a stall is long and separate enough for the ledger to show it.
+
+    A slowdown must last at least MIN_SLOW_SECONDS. A stall must not be part of the loss of another fault. A step above
+    the high-water mark must follow the stall before the next fault.
+    """
     if loss.effect == "slow":
         return loss.ended is not None and loss.ended - loss.at >= MIN_SLOW_SECONDS
     return loss.alone and loss.recovered is not None
 
 
 def _matches(incident: Incident, loss: TrueLoss) -> bool:
-    """Return whether an incident is this loss: the end of the same attempt, or an overlapping time in it."""
+    """Return whether an incident is this loss: in the same attempt and, unless it is an end, at an overlapping time."""
     until = loss.ended if loss.effect == "slow" else loss.recovered
     return incident.attempt == loss.attempt and (
         incident.kind == "end" or (until is not None and incident.began < until and incident.ended > loss.at)

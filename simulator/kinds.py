@@ -28,7 +28,7 @@ Made = tuple[Trouble, ExpectedVerdict]
 
 @dataclass(frozen=True)
 class TroubleKind:
-    """A kind of trouble. `make` draws one with its expected verdict; the alert text must contain `text_part`."""
+    """A kind of trouble. `make` draws one with its expected verdict. The alert text must contain `text_part`."""
 
     name: str
     text: str
@@ -43,7 +43,7 @@ def _of(ranks: frozenset[int], share: float) -> Callable[[int, int, float], floa
 def _late(
     rng: random.Random, card: CardSymptoms = WELL, *, loading: bool = False, stages: tuple[float, ...] = (1.0,)
 ) -> Made:
-    """One rank takes 20 to 60 % longer for each step."""
+    """Draw a trouble in which one rank takes 20 to 60 % longer for each step."""
     rank = rng.randrange(RANKS)
     slow = _of(frozenset({rank}), rng.uniform(0.2, 0.6))
     cards = {rank: card} if card != WELL else {}
@@ -51,7 +51,7 @@ def _late(
 
 
 def _hot(rng: random.Random) -> Made:
-    """One rank is slow for most of every 40 to 120 s, until its GPU has cooled down."""
+    """Draw a trouble in which one rank is slow for 60 to 90 % of every 40 to 120 s, while its GPU is hot."""
     rank, share = rng.randrange(RANKS), rng.uniform(0.35, 0.7)
     every, hot = rng.uniform(40, 120), rng.uniform(0.6, 0.9)
     card = CardSymptoms(throttled={"hw_thermal_slowdown": hot * rng.uniform(0.7, 1.0)}, clock=rng.uniform(0.55, 0.8))
@@ -63,7 +63,7 @@ def _hot(rng: random.Random) -> Made:
 
 
 def _transfers(rng: random.Random) -> Made:
-    """One rank copies its batches slowly, and batches differ in size."""
+    """Draw a trouble in which one rank copies its batches, which differ in size, slowly to the GPU."""
     rank, share = rng.randrange(RANKS), rng.uniform(0.25, 0.4)
     return Trouble(
         rng.uniform(*SLOW_FROM),
@@ -170,7 +170,7 @@ STRAGGLERS: tuple[TroubleKind, ...] = (
 def _blocked(
     rng: random.Random, *, silent: bool = False, data: bool = False, gone: bool = False, state: str = ""
 ) -> Made:
-    """One rank does not start the collective. Every fourth job does not count collectives."""
+    """Draw a hang in which one rank does not start the collective. A quarter of the jobs do not count collectives."""
     one = frozenset({rank := rng.randrange(RANKS)})
     none = frozenset[int]()
     return Trouble(
@@ -194,7 +194,7 @@ def _dark_host(rng: random.Random) -> Made:
 
 def _sick_gpu(rng: random.Random, card: CardSymptoms) -> Made:
     rank = rng.randrange(RANKS)
-    behind = frozenset({rank} if rng.random() < 0.5 else ())  # the host can be ahead of its GPU
+    behind = frozenset({rank} if rng.random() < 0.5 else ())  # the process can be ahead of its GPU
     return Trouble(rng.uniform(*HANGS_FROM), hangs=True, behind=behind, cards={rank: card}), ExpectedVerdict(rank)
 
 
@@ -204,7 +204,7 @@ def _link_down(rng: random.Random) -> Made:
 
 
 def _in_its_group(rng: random.Random) -> Made:
-    """Block a rank in its tensor parallel group, so the whole group is missing in the collective outside."""
+    """Draw a hang of one rank in its tensor parallel group, so the whole group is missing in the job's collective."""
     rank = rng.randrange(RANKS)
     group = frozenset(range(rank // 4 * 4, rank // 4 * 4 + 4))
     return Trouble(
@@ -219,12 +219,15 @@ def _in_its_group(rng: random.Random) -> Made:
 
 
 def _no_evidence(rng: random.Random) -> Made:
-    """No rank shows evidence. In every other job, the pipeline stages wait at different lines of code."""
+    """Draw a hang without evidence on any rank. In half of the jobs, stages wait at different lines of code."""
     return Trouble(rng.uniform(*HANGS_FROM), hangs=True, stages=rng.choice(((1.0,), _stages(rng)))), ExpectedVerdict()
 
 
 def _mismatch(rng: random.Random) -> Made:
-    """Leave a rank at another line of code. A rank that logs would be, too, so the alert has the line but no name."""
+    """Draw a hang with one rank at another line of code than the others.
+
+    A rank that writes a log would be at another line, too. So the alert must show the line but name no rank.
+    """
     one = frozenset({rng.randrange(RANKS)})
     return Trouble(
         rng.uniform(*HANGS_FROM), hangs=True, elsewhere=one, uncounted=rng.random() < 0.25
@@ -232,7 +235,7 @@ def _mismatch(rng: random.Random) -> Made:
 
 
 def _endless_kernel(rng: random.Random) -> Made:
-    """Run a kernel that does not end, while its host can have reached the collective of the other ranks."""
+    """Draw a hang in which a GPU kernel of one rank does not end. Its process has still reached the collective."""
     one = frozenset({rank := rng.randrange(RANKS)})
     return Trouble(
         rng.uniform(*HANGS_FROM), hangs=True, computing=one, cards={rank: CardSymptoms(clock=0.999)}
@@ -240,14 +243,14 @@ def _endless_kernel(rng: random.Random) -> Made:
 
 
 def _halves(rng: random.Random) -> Made:
-    """On both hosts, half of the ranks have not started the collective of the other half."""
+    """Draw a hang in which half of the ranks on each host have not started the collective of the other half."""
     return Trouble(
         rng.uniform(*HANGS_FROM), hangs=True, behind=frozenset(range(rng.randrange(2), RANKS, 2))
     ), ExpectedVerdict()
 
 
 def _contradicted(rng: random.Random) -> Made:
-    """Miss a rank of one host in the collective, while the exporter of the other host does not answer."""
+    """Draw a hang: a rank of host 0 is missing in the collective, and the exporter of host 1 does not answer."""
     rank = rng.randrange(PER_HOST)
     return Trouble(
         rng.uniform(*HANGS_FROM), hangs=True, behind=frozenset({rank}), dark=frozenset({1})

@@ -1,4 +1,4 @@
-"""Life of the simulated jobs: queue, start, restore, train, save, complete; and the pool of spare nodes."""
+"""Life of the simulated jobs (queue, start, restore, train, save, complete) and the pool of spare nodes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_CHECKPOINTS = 8  # durable checkpoints that a job keeps
 
 
 class JobLifecycle:
-    """All jobs of a cluster, moved through their attempts by events."""
+    """Life of all jobs of a cluster. Scheduled events move each job through its attempts."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class JobLifecycle:
             events.at(state.job.begins, partial(self.launch, state))
 
     def after(self, state: JobState, t: float, action: Callable[[JobState, float], None]) -> None:
-        """Schedule the next phase of a job. The action is dropped if another phase begins before `t`."""
+        """Schedule an action for `t` that begins the job's next phase, or drop it if another phase begins earlier."""
         phase = state.phase
 
         def unless_overtaken(now: float) -> None:
@@ -108,12 +108,12 @@ class JobLifecycle:
         self.resume(state, t)
 
     def resume(self, state: JobState, t: float) -> None:
-        """Begin a stretch of steps and report it."""
+        """Begin the steps up to the next checkpoint and send a record from the node that the ledger follows."""
         self.train(state, t)
         self.report(state, t)
 
     def train(self, state: JobState, t: float) -> None:
-        """Begin a stretch of steps that lasts until the next checkpoint."""
+        """Begin the steps up to the next checkpoint at virtual time `t`."""
         job, attempt = state.job, state.current
         self.switch(state, "step", t)
         state.usual = job.step_seconds * (1 + self._rng.uniform(-1, 1) * job.step_spread)
@@ -146,7 +146,7 @@ class JobLifecycle:
         self.report(state, t)
 
     def _written(self, state: JobState, attempt: JobAttempt, step: int, t: float) -> None:
-        """Record a checkpoint as durable if the processes that wrote it are still alive."""
+        """Add the checkpoint of `step` to the durable ones if the processes that wrote it are still alive."""
         if state.attempt is attempt and state.live:
             state.durable.append(step)
             del state.durable[:-MAX_CHECKPOINTS]
@@ -162,12 +162,12 @@ class JobLifecycle:
         self._nodes.last(state.job, attempt, t, "completed")
 
     def switch(self, state: JobState, activity: str, t: float) -> None:
-        """Begin another activity, with the truth accounted up to now."""
+        """Add the job's seconds up to virtual time `t` to its truth, and begin another activity."""
         self.account(state, t)
         state.current.switch(activity, t)
 
     def account(self, state: JobState, t: float) -> None:
-        """Account the truth up to `t`, or up to the last completed step."""
+        """Add the job's seconds up to `t` to its truth. During steps, add those up to the last completed step."""
         attempt, truth = state.current, state.truth
         if attempt.activity != "step":
             truth.book(attempt.activity, t - state.booked, state.gpus)
@@ -181,24 +181,24 @@ class JobLifecycle:
         state.booked = attempt.since + (before + made) * attempt.each
 
     def end(self, state: JobState, t: float) -> None:
-        """End the processes of the attempt. A slowdown ends with them, because the next attempt is placed again."""
+        """End the processes of the attempt. A slowdown ends with them and does not affect the next attempt."""
         state.current.ended = t
         state.live = False
         state.slow, state.slowed = 1.0, None
         state.truth.over(EPOCH + t)
 
     def report(self, state: JobState, t: float) -> None:
-        """Send a record from the node that the ledger follows."""
+        """Send a record of the job from the node that the ledger follows."""
         self._nodes.leader(state.job, state.current, t)
 
     def _tick(self, state: JobState, attempt: JobAttempt, t: float) -> None:
-        """Send a record from every node, every `every` seconds until the attempt ends."""
+        """Send a record from every node, and repeat this at a fixed interval until the attempt ends."""
         if attempt.ended is None and self._every is not None and not state.done:
             self._nodes.all(state.job, attempt, t)
             self._events.at(t + self._every, partial(self._tick, state, attempt))
 
     def withdraw(self, nodes: set[int], until: float) -> None:
-        """Remove nodes from service until they are repaired."""
+        """Remove nodes from service until they are repaired at virtual time `until`."""
         self._spares = [node for node in self._spares if node not in nodes]
         for state in self._jobs:
             state.unavailable |= nodes & set(state.nodes)

@@ -2,8 +2,9 @@
 
 They are written as OpenMetrics with timestamps, for `promtool tsdb create-blocks-from openmetrics`
 (https://prometheus.io/docs/prometheus/latest/storage/#backfilling-from-openmetrics-format). A node that is down
-has `up 0` and no other series. The training series are the place and the position of each rank, and the activities
-of one rank per node. Announced maintenance unloads the driver after a quarter of its time and reboots at half time.
+has `up 0` and no other series. The training series are the mesh coordinates and the position of each rank, and the
+activities of one rank per node. In announced maintenance, a node unloads the driver after a quarter of the time and
+reboots after half of it.
 """
 
 from __future__ import annotations
@@ -33,26 +34,26 @@ Line = tuple[str, dict[str, str], float]
 
 
 def scrape(world: SimulatedCluster, ledger: Ledger, t: float) -> Iterator[Line]:
-    """Yield the samples of all targets at a virtual time."""
+    """Yield the samples of the ledger and, with up to MAX_NODES nodes, those of each node at virtual time `t`."""
     yield from ledger_lines(ledger, t)
     if world.topology.nodes <= MAX_NODES:
         yield from _nodes(world, t)
 
 
 def write(lines: Iterable[Line], t: float, out: TextIO) -> None:
-    """Write the samples of a virtual time."""
+    """Write samples of virtual time `t` in OpenMetrics format."""
     for name, labels, value in lines:
         out.write(f"{series(name, labels)} {value!r} {EPOCH + t:.3f}\n")
 
 
 def series(name: str, labels: Mapping[str, str]) -> str:
-    """Return a series in the text format."""
+    """Return a series with its labels as the text format has it."""
     text = ",".join(f'{key}="{_escaped(label)}"' for key, label in labels.items())
     return f"{name}{{{text}}}"
 
 
 def ledger_lines(ledger: Ledger, t: float) -> Iterator[Line]:
-    """Yield the samples of the ledger at a virtual time."""
+    """Yield the samples of the ledger at virtual time `t`."""
     yield "up", {"job": "flopwatch-ledger", "instance": LEDGER}, 1.0
     for row, values, value in ledger.families(EPOCH + t):
         yield line(row, values, value, "flopwatch-ledger", LEDGER)
@@ -144,7 +145,7 @@ def _node(
 
 
 class _EvidenceIndex:
-    """Evidence of a node by kind and place."""
+    """Evidence of one node, indexed by kind and by GPU or port."""
 
     def __init__(self, entries: Iterable[Record]) -> None:
         self._entries: dict[tuple[str, str], list[Record]] = {}
@@ -220,12 +221,12 @@ def _ranks(topology: Topology, node: int, running: JobState, place: int, t: floa
 
 
 def info(row: Metric, **values: str) -> m.Sample:
-    """Return the sample of an info metric with the given labels; its other labels are empty."""
+    """Return the sample of an info metric. Labels that are not given are empty."""
     return row, tuple(values.get(label, "") for label in row.labels), 1.0
 
 
 def mesh_place(mesh: Mapping[str, int], rank: int) -> dict[str, str]:
-    """Return the coordinates of a rank in the mesh. The first axis varies fastest."""
+    """Return the coordinates of a rank in the mesh, by axis. The first axis varies fastest."""
     place = {}
     for axis, size in mesh.items():
         rank, coordinate = divmod(rank, size)
@@ -234,7 +235,7 @@ def mesh_place(mesh: Mapping[str, int], rank: int) -> dict[str, str]:
 
 
 def line(row: Metric, values: tuple[str, ...], value: float, job: str, instance: str) -> Line:
-    """Return a sample with the labels and the scale of its series."""
+    """Return a sample with the labels of its series and the value in the series' unit."""
     labels = dict(zip(row.labels, values, strict=True))
     return row.name, {"job": job, "instance": instance, **labels}, value * row.scale
 

@@ -22,12 +22,12 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class Noise:
-    """Rates of observations without a fault, and of clues that are missing or late."""
+    """Rates of random disturbances: observations without a fault, missing or late clues, and clocks that differ."""
 
     per_node_day: float = 0.02  # observations without a fault
-    missing: float = 0.03  # of clues
-    late: float = 0.05  # of clues, delayed by
-    delay: tuple[float, float] = (60.0, 240.0)  # seconds
+    missing: float = 0.03  # share of the clues of faults that are not reported
+    late: float = 0.05  # share of clues that are reported late
+    delay: tuple[float, float] = (60.0, 240.0)  # range of the delay in seconds
     skew: float = 0.02  # seconds, standard deviation of the clocks
     echoes: int = 16  # nodes on which a rank reports that it lost its peers
 
@@ -46,7 +46,7 @@ _ECHO = (Clue("exception", "DistBackendError", place="rank"), Clue("signal", "SI
 
 
 class Nodes:
-    """All nodes, each with its own clock, its evidence and its last record. Their records are passed to `send`."""
+    """All nodes of a cluster, each with its clock, its evidence and its last record. Passes all records to `send`."""
 
     def __init__(self, topology: Topology, noise: Noise, rng: random.Random, send: Callable[[Record], object]) -> None:
         self.topology, self.noise = topology, noise
@@ -61,7 +61,7 @@ class Nodes:
         self._send({"t": EPOCH + t, "tenant": job.tenant, "run": job.name, "event": "submitted", "source": "scheduler"})
 
     def note(self, clue: Clue, node: int, part: int, seen: float, attempt: JobAttempt | None) -> None:
-        """Record that a node observed a clue at `seen`, on its GPU, port or rank number `part`."""
+        """Store as evidence that a node observed a clue at virtual time `seen`, on its GPU, port or rank `part`."""
         place: Record = {}
         if clue.place == "gpu":
             place["gpu"] = self.topology.gpu(node, part)
@@ -80,7 +80,7 @@ class Nodes:
             del evidence[min(evidence, key=lambda key: evidence[key]["t"])]
 
     def echo(self, attempt: JobAttempt, nodes: set[int], t: float) -> None:
-        """Record on some of the other nodes that a rank lost its peers."""
+        """Store evidence that a rank lost its peers, on at most `noise.echoes` nodes of the attempt outside `nodes`."""
         others = [node for node in attempt.nodes if node not in nodes]
         for node in self._rng.sample(others, min(self.noise.echoes, len(others))):
             for clue in _ECHO:
@@ -96,7 +96,7 @@ class Nodes:
         return [dict(entry) for entry in self.seen(node) if entry["t"] >= since]
 
     def first(self, job: TrainingJob, attempt: JobAttempt, t: float) -> None:
-        """Send the first record of every node, spread over one push interval. A random node is the first."""
+        """Send an attempt's first record from every node, spread over one push interval from a random node on."""
         if attempt.ended is not None:
             return
         count = len(attempt.nodes)
@@ -108,24 +108,24 @@ class Nodes:
                 self._send(self._record(job, attempt, place, now, self._shared(job, attempt, now)))
 
     def leader(self, job: TrainingJob, attempt: JobAttempt, t: float) -> None:
-        """Send a record of the node that the ledger follows."""
+        """Send a record of an attempt from its first node that still sends records. The ledger follows this node."""
         if attempt.ended is None:
             self.one(job, attempt, attempt.nodes[attempt.leader()], t)
 
     def one(self, job: TrainingJob, attempt: JobAttempt, node: int, t: float) -> None:
-        """Send a record of one node."""
+        """Send a record of an attempt from one node, unless a fault silenced the node."""
         if node not in attempt.dark:
             self._send(self._record(job, attempt, attempt.nodes.index(node), t, self._shared(job, attempt, t)))
 
     def all(self, job: TrainingJob, attempt: JobAttempt, t: float) -> None:
-        """Send a record of every node."""
+        """Send a record of an attempt from every node that a fault did not silence."""
         shared = self._shared(job, attempt, t)
         for place, node in enumerate(attempt.nodes):
             if node not in attempt.dark:
                 self._send(self._record(job, attempt, place, t, shared))
 
     def last(self, job: TrainingJob, attempt: JobAttempt, t: float, status: str | None = None) -> None:
-        """Send the last record of every node: with the status of an orderly end, else with `gone`."""
+        """Send an attempt's last record from every node, with `status` for an orderly end, or else with `gone`."""
         # A process that dies sends nothing, so its last state is that of its last push.
         pushed = t if status is not None else max(attempt.since, t - self._rng.uniform(0.0, PUSH))
         end: Record = {"gone": True} if status is None else {"event": "finish", "status": status}
@@ -140,13 +140,16 @@ class Nodes:
             self._last_records[node] = t, record
 
     def again(self, node: int, t: float) -> None:
-        """Repeat a node's last record of an ended attempt, with its evidence since then."""
+        """Send a node's last record of an ended attempt again, with the evidence that the node has now.
+
+        Nothing is sent if the attempt ended more than RESEND seconds ago.
+        """
         ended, last = self._last_records.get(node, (0.0, {}))
         if last and t - ended < RESEND:
             self._send({**last, "evidence": self._of(node, last["started"] - EPOCH)})
 
     def _record(self, job: TrainingJob, attempt: JobAttempt, place: int, t: float, shared: Record) -> Record:
-        """Return the record of one node at time `t`."""
+        """Return the record of the attempt's node at index `place` at time `t`: the `shared` fields and its own."""
         node = attempt.nodes[place]
         skew = self._skews[node]
         record = {

@@ -1,4 +1,4 @@
-"""Observations of simulated nodes: the clues of faults, and noise that has no fault behind it."""
+"""Observations that simulated nodes send as evidence: clues of faults, and noise without a fault."""
 
 from __future__ import annotations
 
@@ -12,18 +12,21 @@ from simulator.state import JobState
 
 
 class Observations:
-    """Schedule of what nodes observe and when they report it; noise begins at once."""
+    """Schedule of observations: which node observes which clue, and when it sends the clue to the ledger."""
 
     def __init__(self, jobs: list[JobState], events: EventQueue, nodes: Nodes, rng: random.Random) -> None:
         self._jobs, self._events, self._nodes, self._rng = jobs, events, nodes, rng
 
     def start_noise(self) -> None:
-        """Schedule the first observation that has no fault behind it, if the cluster has noise."""
+        """Schedule the first observation without a fault, if the cluster has noise. Each one schedules the next."""
         if self._nodes.noise.per_node_day > 0:
             self._events.at(self._until_noise(), self._make_noise)
 
     def see(self, clue: Clue, node: int, part: int | None, t: float, *, noise: bool = False) -> None:
-        """Schedule a clue on a node. Some clues of faults are missing, and some are reported late."""
+        """Schedule the report of a clue that a node observes on its GPU, port or rank number `part`.
+
+        Some clues of faults are left out at random, and some reports are late.
+        """
         rates = self._nodes.noise
         if not noise and self._rng.random() < rates.missing:
             return
@@ -33,7 +36,10 @@ class Observations:
         self._events.at(reported, partial(self._report, clue, node, part or 0, seen))
 
     def _report(self, clue: Clue, node: int, part: int, seen: float, t: float) -> None:
-        """Record a clue on its node, and send it with a record of the node's run."""
+        """Store a clue as evidence of a node, and send it with a record of the run on that node.
+
+        Without a running attempt there, the node sends its last record again.
+        """
         state, attempt = next(
             (
                 (state, state.attempt)
@@ -53,7 +59,7 @@ class Observations:
         return self._rng.expovariate(self._nodes.noise.per_node_day * self._nodes.topology.nodes / 86400)
 
     def _make_noise(self, t: float) -> None:
-        """Make a random node observe something, and schedule the next time."""
+        """Let a random node observe a random clue without a fault, and schedule the next such observation."""
         topology = self._nodes.topology
         (clue,) = self._rng.choices([clue for _, clue in DAILY], [weight for weight, _ in DAILY])
         node, part = self._rng.randrange(topology.nodes), self._rng.randrange(topology.gpus_per_node)

@@ -1,4 +1,4 @@
-"""The result of a simulation as JSON and as a table."""
+"""Output of a simulation's result as JSON and as a table."""
 
 from __future__ import annotations
 

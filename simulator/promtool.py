@@ -1,4 +1,4 @@
-"""Evaluation of rules over given series with `promtool test rules`."""
+"""Evaluation of Prometheus rules over the series of test files with `promtool test rules`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ GOGC = "400"
 
 
 def rule_test(promtool: str, *tests: Path, timeout: float | None = None) -> subprocess.CompletedProcess[str]:
-    """Run `promtool test rules` on files of one folder and return its exit status and output.
+    """Run `promtool test rules` on test files of one folder and return its exit status and output.
 
     Raises OSError if the program does not exist, and TimeoutExpired after `timeout` seconds.
     Source: https://prometheus.io/docs/prometheus/latest/configuration/unit_testing_rules/

@@ -1,9 +1,9 @@
-"""The ranks of one synchronous job, step by step, and the series that hook and exporter serve for them.
+"""Ranks of one simulated job, step by step, and the series that hook and exporter serve for them.
 
 A step ends for all ranks at once, when the last of them reaches the collectives. A rank waits for the part of the step
 in which it is not busy. The job has two hosts of eight GPUs. Its measurements are noisy through jitter, garbage
-collection, network delays, checkpoints, evaluations, pushes out of phase, clock skew and failed scrapes.
-Communication that overlaps with computation is not simulated.
+collection, network delays, checkpoints, evaluations, pushes out of phase, clock skew and failed scrapes. Communication
+that overlaps with computation is not simulated.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ RankSample = tuple[Metric, str, Labels, float]  # family, suffix of the name, la
 
 @dataclass(frozen=True)
 class CardSymptoms:
-    """What the metrics of a rank's GPU show of its trouble."""
+    """Symptoms of a job's trouble that the metrics of one rank's GPU show."""
 
     throttled: Mapping[str, float] = field(default_factory=dict)  # reason to share of time
     clock: float = 1.0  # of the highest
@@ -52,7 +52,7 @@ class CardSymptoms:
 
 
 def no_delay(rank: int, step: int, t: float) -> float:
-    """Return no delay for any rank."""
+    """Return a delay of 0 for every rank and step."""
     return 0.0
 
 
@@ -61,7 +61,10 @@ WELL = CardSymptoms()
 
 @dataclass(frozen=True)
 class Trouble:
-    """What is wrong with a job from `at` seconds on. Sets hold ranks unless they say otherwise."""
+    """Trouble of a job from `at` seconds on: slow ranks, a hang, or failing hardware.
+
+    Sets contain ranks, except `dark` (hosts) and `links` (pairs of host and port).
+    """
 
     at: float = inf
     slow: Callable[[int, int, float], float] = no_delay  # rank, step and time to the delay, as a share of a step
@@ -90,7 +93,10 @@ class Trouble:
 
 
 class Segment(NamedTuple):
-    """A period of the run that is the same for all ranks. A step has the delay and, if measured, the wait of ranks."""
+    """A period in which all ranks have the same activity.
+
+    A step also has the delays of slow ranks in seconds and, if it is measured, the wait of each rank.
+    """
 
     begin: float
     end: float
@@ -100,7 +106,7 @@ class Segment(NamedTuple):
 
 
 class RankTotals:
-    """What the hook of one rank has added up over completed segments."""
+    """Totals that the hook of one rank has added up over completed segments."""
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(("startup", "step", "data_stall", "checkpoint_save", "evaluation", "compile"), 0.0)
@@ -110,7 +116,7 @@ class RankTotals:
         self.last: float | None = None  # end of the last step, by the clock of the host
 
     def add(self, segment: Segment, rank: int, trouble: Trouble, skew: float) -> None:
-        """Add a completed segment."""
+        """Add a completed segment to the totals of `rank`. `skew` is the error of its host's clock in seconds."""
         begin, end, activity, late, waits = segment
         stalled = late.get(rank, 0.0) if trouble.loading else 0.0
         self.seconds[activity] += end - begin - stalled
@@ -126,7 +132,7 @@ class RankTotals:
 
 
 class SynchronousJob:
-    """A job of 16 ranks that ran for `seconds` with a trouble; the same seed gives the same job."""
+    """A job of 16 ranks that runs for `seconds` with a trouble. The same seed gives the same job."""
 
     def __init__(self, name: str, seed: str, trouble: Trouble, seconds: float) -> None:
         self.name, self.trouble, self.seconds = name, trouble, seconds
@@ -144,7 +150,7 @@ class SynchronousJob:
         self.segments = list(self._run())
 
     def _run(self) -> Iterator[Segment]:
-        """Yield the segments of the run in order. A hang is a last step without end."""
+        """Yield the segments of the run in order. A hang is a last step with an infinite end."""
         rng, trouble = self._rng, self.trouble
         jitter, network = rng.uniform(0.01, 0.04), rng.uniform(0.05, 0.2)
         every = 1
@@ -184,7 +190,7 @@ class SynchronousJob:
             t, step, disturbed = t + duration, step + 1, False
 
     def _busy(self, step: int, t: float, jitter: float) -> tuple[list[float], dict[int, float]]:
-        """Return for how many seconds of a step each rank is busy, and the delay among them of each slow rank."""
+        """Return the busy seconds of each rank in a step, and the delay that they include for each slow rank."""
         rng, trouble = self._rng, self.trouble
         per_stage = RANKS // len(trouble.stages)
         busy = [
@@ -218,7 +224,7 @@ class SynchronousJob:
             yield ("up", {"job": "flopwatch", "instance": self._instance(host)}), [float(not failed) for failed in down]
 
     def _silence(self, host: int) -> list[bool]:
-        """Return for each scrape of a host whether it fails."""
+        """Return whether the scrape of a host fails, for each scrape in order of time."""
         dark = host in self.trouble.dark
         return [
             failed or (dark and t >= self.trouble.at)
@@ -226,7 +232,10 @@ class SynchronousJob:
         ]
 
     def _scraped(self, host: int, values: Values) -> Values:
-        """Return the values that Prometheus stores. A series becomes stale when a scrape fails or lacks it."""
+        """Return the values that Prometheus stores of a host's series.
+
+        The series becomes stale when a scrape fails, or when the series is not in the scrape.
+        """
         scraped: Values = []
         there = False
         for value, failed in zip(values, self._silence(host), strict=True):
@@ -239,7 +248,7 @@ class SynchronousJob:
         return scraped
 
     def _pushed(self, rank: int, t: float) -> float | None:
-        """Return the time of a rank's newest push, or None if the exporter does not serve the rank."""
+        """Return the time of a rank's newest push at scrape time `t`, or None if the exporter does not serve it."""
         trouble = self.trouble
         if rank in trouble.gone and t >= trouble.at:
             return None
@@ -292,7 +301,7 @@ class SynchronousJob:
     def _rank_samples(
         self, rank: int, t: float, now: float, totals: RankTotals, segment: Segment
     ) -> Iterator[RankSample]:
-        """Yield the samples of a rank whose newest push, at `now`, is in this segment."""
+        """Yield the samples of a rank at scrape time `t`. Its newest push, at `now`, is in this segment."""
         trouble = self.trouble
         own = (("run", self.name), ("rank", str(rank)))
         begin, end, activity, late, _ = segment
@@ -328,7 +337,7 @@ class SynchronousJob:
             yield m.TRAINING_PHASE_SECONDS_TOTAL, "", (*own, ("phase", "garbage_collection")), totals.collected
 
     def _run_samples(self, totals: RankTotals) -> Iterator[RankSample]:
-        """Yield the samples that one rank has for the whole run."""
+        """Yield the samples that describe the whole run, which only rank 0 has."""
         run = (("run", self.name),)
         yield m.TRAINING_WORLD_SIZE, "", run, float(RANKS)
         yield m.TRAINING_STEP_DURATION_SECONDS, "_sum", run, totals.in_steps

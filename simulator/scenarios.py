@@ -27,7 +27,7 @@ RECORD_INTERVAL = 30.0  # seconds; the ledger counts a run as down after 60 s wi
 
 @dataclass(frozen=True)
 class Scenario:
-    """A cluster, its jobs and its faults."""
+    """Jobs, spare nodes and faults of one simulation."""
 
     name: str
     text: str
@@ -46,14 +46,17 @@ class Scenario:
         return Topology(sum(job.nodes for job in self.jobs) + self.spares, rails=self.rails)
 
     def strikes(self, seed: int) -> list[Fault]:
-        """Return the faults of the scenario in order of time, the random ones drawn with this seed."""
+        """Return the faults of the scenario in order of time. Random ones are drawn with this seed."""
         chance = random.Random(f"{seed} faults")
         job = self.jobs[0]
         published = draw(chance, self.days, job.nodes * 8, self.reference_gpus, self.by_hand, job.name)
         return sorted([*self.faults, *(published if self.interruptions else [])], key=lambda fault: fault.t)
 
     def sized(self, days: float | None, gpus: int | None) -> Scenario:
-        """Return the scenario with another length or size. Raises SettingsError for a size that does not fit."""
+        """Return the scenario with another length or size. For None, the scenario's own value stays.
+
+        Raises SettingsError for another size if the scenario has several jobs, or if `gpus` is not a multiple of 8.
+        """
         changed = self if days is None else replace(self, days=days)
         if gpus is None or gpus == sum(job.nodes for job in self.jobs) * 8:
             return changed
@@ -168,8 +171,8 @@ def simulate(
     """Simulate a scenario, with its own or the given faults, and apply the records to a ledger.
 
     Records are written to `history`. What Prometheus would scrape every `step` seconds is written to `metrics`, or
-    passed to `scraped` with its virtual time. For scrapes, all nodes send records at an interval, because the ledger
-    would otherwise count every run as down.
+    passed to `scraped` with its virtual time. With `every`, all nodes send records at that interval in seconds. Scrapes
+    without `every` use RECORD_INTERVAL, because the ledger would otherwise count every run as down.
     """
     ledger, records = Ledger(), 0
     scraped = scraped if metrics is None else partial(_write_to, metrics)

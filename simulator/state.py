@@ -1,4 +1,4 @@
-"""State of a simulated cluster: what is broken, and how far each job is."""
+"""State of a simulated cluster: the nodes, GPUs and ports that are broken, and the progress of each job."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from simulator.truth import RunTruth, TrueLoss
 class Damage:
     """Nodes, GPUs and ports that a fault broke, from `since` to `until` in virtual seconds.
 
-    The place of a GPU is the place of its port.
+    A GPU is given by the `PortPlace` of the network port next to it. A `dark` node sends nothing.
     """
 
     since: float
@@ -27,21 +27,21 @@ class Damage:
 
 @dataclass(slots=True)
 class JobState:
-    """A training job at one moment of virtual time."""
+    """Current state of a training job. The events of the simulation change it in place."""
 
     job: TrainingJob
     gpus: int
     truth: RunTruth
     nodes: list[int] = field(default_factory=list)
     attempt: JobAttempt | None = None
-    number: int = 0  # of the attempt
-    phase: int = 0  # an action that was scheduled in an earlier phase is dropped
+    number: int = 0  # of the attempt, counted from 1
+    phase: int = 0  # number of the current phase; an action that was scheduled in an earlier one is dropped
     booked: float = 0.0  # the truth is complete up to this time
     durable: list[int] = field(default_factory=list)  # steps of the checkpoints that can be restored
-    slow: float = 1.0  # factor on the usual step time, from the next stretch of steps on
+    slow: float = 1.0  # factor on the usual step time, from the next checkpoint on
     slowed: TrueLoss | None = None  # the cause of `slow`
-    charged: TrueLoss | None = None  # the slowdown in the present stretch of steps
-    usual: float = 0.0  # seconds of a step in the present stretch, without the slowdown
+    charged: TrueLoss | None = None  # the slowdown of the steps up to the next checkpoint
+    usual: float = 0.0  # seconds of a step up to the next checkpoint, without the slowdown
     held: bool = True  # whether the job keeps its GPUs while it is down
     unavailable: set[int] = field(default_factory=set)  # nodes to replace before the next start
     live: bool = False  # its processes run and no fault blocks them
@@ -49,6 +49,6 @@ class JobState:
 
     @property
     def current(self) -> JobAttempt:
-        """Return the attempt of a job that was started."""
+        """Return the current attempt of the job, which must have been started."""
         assert self.attempt is not None
         return self.attempt

@@ -1,4 +1,4 @@
-"""Topology of a simulated cluster: nodes of 8 GPUs with a port each, leaf switches, racks and NVLink domains.
+"""Topology of a simulated cluster: nodes with 8 GPUs and 8 network ports, leaf switches, racks and NVLink domains.
 
 The network is rail-optimised as in NVIDIA's reference design for H100
 (https://docs.nvidia.com/dgx-superpod/reference-architecture-scalable-infrastructure-h100/latest/network-fabrics.html):
@@ -16,7 +16,7 @@ _NAMES = uuid.UUID("6b4f4a1e-4d3d-5a52-9d0b-3a5b6d1f7c20")  # namespace of uuid5
 
 
 class PortPlace(NamedTuple):
-    """A network port: its node and its rail. The rail is also the index of the GPU next to it."""
+    """A network port, given by its node and its rail. The rail is also the index of the GPU next to the port."""
 
     node: int
     rail: int
@@ -24,7 +24,10 @@ class PortPlace(NamedTuple):
 
 @dataclass(frozen=True)
 class Topology:
-    """Layout of a cluster. Nodes, GPUs and rails are counted from 0."""
+    """Layout of a cluster. Nodes, GPUs and rails are counted from 0.
+
+    Raises ValueError without nodes, or if an NVLink domain does not consist of whole nodes.
+    """
 
     nodes: int
     gpus_per_node: int = 8
@@ -40,40 +43,40 @@ class Topology:
 
     @staticmethod
     def host(node: int) -> str:
-        """Return the node's name."""
+        """Return the host name of a node."""
         return f"node-{node:04d}"
 
     @staticmethod
     def gpu(node: int, index: int) -> str:
-        """Return the GPU's UUID."""
+        """Return the UUID of a GPU, always the same for a node and an index."""
         return f"GPU-{uuid.uuid5(_NAMES, f'{node}/{index}')}"
 
     @staticmethod
     def port(rail: int) -> str:
-        """Return the port's name on its node."""
+        """Return the name of a rail's port on its node, such as `mlx5_0:1`."""
         return f"mlx5_{rail}:1"
 
     def leaf(self, port: PortPlace) -> str:
-        """Return the switch at the other end of a port's cable."""
+        """Return the name of the leaf switch that a port is connected to."""
         if self.rails:
             return f"leaf-{port.node // self.nodes_per_unit}-{port.rail}"
         return f"leaf-{port.node // self.nodes_per_leaf}"
 
     def below(self, leaf: str) -> list[PortPlace]:
-        """Return the ports of a leaf switch, an empty list if there is no such switch."""
+        """Return the ports that are connected to a leaf switch, or an empty list if there is no such switch."""
         ports = (PortPlace(node, rail) for node in range(self.nodes) for rail in range(self.gpus_per_node))
         return [port for port in ports if self.leaf(port) == leaf]
 
     def rack(self, node: int) -> str:
-        """Return the node's rack."""
+        """Return the name of a node's rack."""
         return f"rack-{node // self.nodes_per_rack}"
 
     def domain(self, node: int) -> str:
-        """Return the node's NVLink domain."""
+        """Return the name of a node's NVLink domain."""
         return f"nvl-{node * self.gpus_per_node // self.domain_gpus}"
 
     def csv(self) -> str:
-        """Return the topology file of `flopwatch exporter --topology`. The leaf of a node is that of its first port."""
+        """Return the content of a file for `flopwatch exporter --topology`. A node has the leaf of its first port."""
         rows = [
             f"{self.host(node)},{self.rack(node)},{self.leaf(PortPlace(node, 0))},{self.domain(node)}"
             for node in range(self.nodes)

@@ -1,9 +1,9 @@
 """True history of a run, accounted while it is simulated and independent of records and ledger.
 
 The buckets are those of docs/goodput.md. A step that is made for the first time is productive. A step that is repeated
-or interrupted is lost. A fault costs all time that is not productive, from the moment it strikes (for an orderly end,
-from that end) until the first step above the high-water mark or the next end. Slow steps cost what exceeds the usual
-step time, which still counts as productive.
+or interrupted is lost. A fault costs all time that is not productive from the moment it strikes. A planned end costs
+such time from that end on. The cost stops at the first step above the high-water mark, or when the next fault strikes.
+A slow step counts as productive, and its seconds above the usual step time are the cost of the slowdown.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from flopwatch.ledger.buckets import BUCKETS
 
 @dataclass(slots=True)
 class TrueLoss:
-    """Time that a fault cost a run."""
+    """Loss of a run to one fault: the true cause, the place and the cost in GPU seconds. Times are Unix seconds."""
 
     kind: str
     cause: str
@@ -25,14 +25,14 @@ class TrueLoss:
     hosts: tuple[str, ...] = ()
     gpu: str = ""
     port: str = ""
-    ended: float | None = None  # the attempt, or the slowdown
+    ended: float | None = None  # end of the attempt, or of the slowdown
     alone: bool = True  # not part of the loss of another fault
-    recovered: float | None = None  # when a new step was made
+    recovered: float | None = None  # when the first step above the high-water mark was completed
     gpu_seconds: float = 0.0
 
     @property
     def unplanned(self) -> bool:
-        """Return whether the fault ended an attempt unplanned."""
+        """Return whether the fault caused an unplanned end of an attempt."""
         return self.effect == "end"
 
 
@@ -54,11 +54,11 @@ class RunTruth:
     attempts: int = 0
     losses: list[TrueLoss] = field(default_factory=list)
     open: TrueLoss | None = None  # the loss that the run has not recovered from
-    recovering: float | None = None  # time of an unplanned end without a new step since
+    recovering: float | None = None  # time of an unplanned end without a step above the high-water mark since
     recoveries: list[float] = field(default_factory=list)  # seconds of each recovery
 
     def book(self, bucket: str, seconds: float, gpus: float, held: bool = True) -> None:
-        """Add seconds to a bucket. With `held` False, the GPUs were released between two allocations."""
+        """Add seconds of `gpus` GPUs to a bucket. With `held` False, the GPUs were released between two allocations."""
         self.seconds[bucket] += seconds
         if not held:
             self.released_gpu_seconds += seconds * gpus
@@ -77,7 +77,10 @@ class RunTruth:
         slow: TrueLoss | None = None,
         usual: float = 0.0,
     ) -> None:
-        """Add `count` complete steps after step `first`, of `each` seconds instead of the `usual` ones."""
+        """Add `count` completed steps of `each` seconds that follow step `first` and begin at Unix time `began`.
+
+        The seconds of each step above `usual` are charged to the slowdown `slow`, if there is one.
+        """
         again = min(max(self.steps - first, 0), count)
         self.book("lost", again * each, gpus)
         if count > again:
@@ -95,12 +98,12 @@ class RunTruth:
         self.book("productive", (count - again) * each, gpus)
 
     def strike(self, loss: TrueLoss) -> None:
-        """Record a fault. Time lost from now on is charged to it."""
+        """Record the loss of a fault that strikes now. Time that is not productive is charged to it from now on."""
         self.losses.append(loss)
         self.open = loss
 
     def over(self, t: float) -> None:
-        """Record the end of the processes at time `t`."""
+        """Record that the processes of the attempt ended at Unix time `t`."""
         if self.open is not None:
             self.open.ended = t
             if self.open.unplanned and self.recovering is None:
@@ -125,12 +128,12 @@ class RunTruth:
 
     @property
     def effective_mfu(self) -> float:
-        """Return the FLOPs of all distinct steps over the peak FLOPs of the GPU time held."""
+        """Return the effective MFU: the FLOPs of all distinct steps over the peak FLOPs of the GPU time held."""
         return self.steps * self.step_flops / (sum(self.gpu_seconds.values()) * self.peak_flops)
 
     @property
     def interruptions(self) -> list[TrueLoss]:
-        """Return the losses that ended attempts unplanned."""
+        """Return the losses to faults that ended an attempt unplanned."""
         return [loss for loss in self.losses if loss.unplanned]
 
     @property
@@ -141,8 +144,8 @@ class RunTruth:
 
     @property
     def mttr(self) -> float | None:
-        """Return the mean seconds from an unplanned end to the first new step.
+        """Return the mean seconds from an unplanned end to the first new step, None without a recovery.
 
-        Ends without a new step between them count as one.
+        A new step is a step above the high-water mark. Ends without a new step between them count as one end.
         """
         return sum(self.recoveries) / len(self.recoveries) if self.recoveries else None

@@ -29,12 +29,12 @@ ALERT = {"stragglers": "TrainingStraggler", "hangs": "TrainingHang"}
 RANK = {"stragglers": "rank:training_straggler:confirmed", "hangs": "rank:training_hang:suspect"}
 HOST = {"stragglers": "host:training_straggler:candidate", "hangs": "host:training_hang:suspect"}
 TEXT_AT = {"stragglers": 780, "hangs": 555}  # seconds at which the alert text is read, before a silent rank is dropped
-MIN_RIGHT = 0.95  # share of the jobs of a kind
+MIN_RIGHT = 0.95  # required share of explained jobs of a kind
 
 
 @dataclass(frozen=True)
 class AlertOutcome:
-    """Result of the rules for a job: whether the alert fired, and the ranks and hosts named at any time."""
+    """Result of the alert rules for one job: whether the alert fired, and the ranks and hosts named at any time."""
 
     fired: bool = False
     ranks: frozenset[int] = frozenset()
@@ -45,7 +45,7 @@ class AlertOutcome:
 
 @dataclass
 class KindScore:
-    """Jobs of one kind by result; `wrong` counts the ranks and hosts that were named in error."""
+    """Counts of the jobs of one kind by result. `wrong` counts jobs by the ranks and hosts named in error."""
 
     kind: TroubleKind
     right: int = 0
@@ -59,12 +59,15 @@ class KindScore:
 
     @property
     def jobs(self) -> int:
-        """Return the number of jobs."""
+        """Return the number of jobs of this kind."""
         return self.right + self.abstained + self.silent + self.alarms + self.wrong.total()
 
     @property
     def median(self) -> float | None:
-        """Return the upper median of the seconds from the trouble to the first name, None without a name."""
+        """Return the upper median of the seconds from the trouble to the first name of a rank or host.
+
+        Returns None if no rank or host was named.
+        """
         return sorted(self.after)[len(self.after) // 2] if self.after else None
 
 
@@ -77,28 +80,31 @@ class Verdicts:
 
     @property
     def precision(self) -> float:
-        """Return the share of names that are right."""
+        """Return the share of jobs with a named rank or host in which the name is right, 1 without such a job."""
         right = sum(row.right for row in self.rows if row.names)
         named = right + sum(row.wrong.total() for row in self.rows)
         return right / named if named else 1.0
 
     @property
     def recall(self) -> float:
-        """Return the share of expected names that were found."""
+        """Return the share of jobs with an expected name in which the alert rules found it."""
         return sum(row.right for row in self.rows if row.names) / max(
             1, sum(row.jobs for row in self.rows if row.names)
         )
 
     @property
     def poor(self) -> list[KindScore]:
-        """Return the kinds with a wrong name, or with fewer than MIN_RIGHT explained jobs."""
+        """Return the kinds with a wrong name, or with a share of explained jobs below MIN_RIGHT."""
         return [row for row in self.rows if row.explained < MIN_RIGHT * row.jobs or row.wrong]
 
 
 def evaluate(
     scenario: str, seeds: int, first: int, rules: Path, promtool: str, kinds: Sequence[str] | None = None
 ) -> Verdicts:
-    """Simulate `seeds` jobs of each kind, from seed `first` on, and score the rules. Raises SettingsError."""
+    """Simulate `seeds` jobs of each kind, with seeds from `first` on, and score the rules on them.
+
+    Raises SettingsError if `rules` is not a rule file, or if promtool is missing or fails.
+    """
     rows: dict[str, KindScore] = {}
     chosen = [kind for kind in SCENARIOS[scenario] if kinds is None or kind.name in kinds]
     shipped, program = _needed(rules, scenario), shutil.which(promtool)
@@ -121,7 +127,7 @@ def evaluate(
 
 
 def _score(row: KindScore, truth: ExpectedVerdict, outcome: AlertOutcome, at: float) -> None:
-    """Count the outcome of a job whose trouble began at `at`."""
+    """Count the outcome of a job in the score of its kind. Its trouble began at `at` seconds."""
     right_ranks = frozenset(() if truth.rank is None else (truth.rank,))
     right_hosts = frozenset(() if truth.host is None else (truth.host,))
     row.names |= truth.evident and bool(right_ranks or right_hosts)
@@ -146,7 +152,7 @@ def _score(row: KindScore, truth: ExpectedVerdict, outcome: AlertOutcome, at: fl
 
 
 def _needed(rules: Path, scenario: str) -> list[dict[str, Any]]:
-    """Return the rule groups, reduced to the alert, the records of its names, and the records that they read."""
+    """Return the rule groups, reduced to the scenario's alert, the rules for ranks and hosts, and their inputs."""
     try:
         import yaml
     except ImportError as error:
@@ -177,14 +183,14 @@ def _needed(rules: Path, scenario: str) -> list[dict[str, Any]]:
 
 
 def _text(rule: dict[str, Any]) -> str:
-    """Return the expression of a rule, with the description of an alert."""
+    """Return the expression of a rule, followed by the description if the rule is an alert."""
     return f"{rule['expr']} {rule.get('annotations', {}).get('description', '')}"
 
 
 def _evaluate(
     scenario: str, jobs: Sequence[SynchronousJob], groups: list[dict[str, Any]], promtool: str
 ) -> dict[str, AlertOutcome]:
-    """Return the outcome of each job by name."""
+    """Evaluate the rules over the series of all jobs, and return the outcome of each job by name."""
     length = f"{SECONDS[scenario]:.0f}s"
     firing = f'ALERTS{{alertname="{ALERT[scenario]}",alertstate="firing",severity="warning"}}'
     rank, host = (f"({name} and on (run) {firing})" for name in (RANK[scenario], HOST[scenario]))
@@ -245,7 +251,10 @@ Answer = dict[frozenset[tuple[str, str]], float]
 
 
 def _answers(printed: str, asked: Sequence[str]) -> Iterator[Answer]:
-    """Yield the samples of each expression that promtool printed as unexpected. Raises SettingsError."""
+    """Yield the samples of each asked expression, which promtool printed as unexpected.
+
+    Raises SettingsError if promtool printed neither success nor samples.
+    """
     if "SUCCESS" not in printed and "expr:" not in printed:
         raise SettingsError(f"promtool: {printed.strip()[-400:]}")
     found = {}
@@ -270,7 +279,7 @@ def _series(series: Series) -> str:
 
 
 def _notation(values: Values) -> str:
-    """Return samples in promtool's notation: a repeated value is written once, with the number of repetitions."""
+    """Return samples in promtool's notation, where a repeated value is written once with the number of repetitions."""
     parts = []
     for value, times in groupby(
         "_" if value is None else value if isinstance(value, str) else f"{value:.12g}" for value in values
@@ -286,7 +295,7 @@ def _notation(values: Values) -> str:
 
 
 def to_json(verdicts: Verdicts) -> dict[str, object]:
-    """Return the confusion matrix as a JSON object."""
+    """Return the scores of all kinds, with precision and recall, as a JSON object."""
     return {
         "scenario": verdicts.scenario,
         "precision": verdicts.precision,
@@ -308,7 +317,7 @@ def to_json(verdicts: Verdicts) -> dict[str, object]:
 
 
 def table(verdicts: Verdicts, seeds: int, first: int) -> str:
-    """Return the confusion matrix as text for a terminal."""
+    """Return the scores of all kinds, with precision and recall, as text for a terminal."""
     lines = [
         f"{verdicts.scenario}: {seeds} jobs of each kind, seeds {first} to {first + seeds - 1}",
         "",

@@ -1,7 +1,7 @@
 """A cluster in virtual time: its jobs, its faults, and the records that node exporters would send.
 
 Records are sparse by default, because 2,048 nodes that send one every 15 seconds for 54 days make 637 million of them.
-Every node sends the first and the last record of an attempt, and what it observed when it observed it. The node that
+Every node sends the first and the last record of an attempt, and one whenever it reports an observation. The node that
 the ledger follows also reports every checkpoint. These suffice for exact totals, because everything in between is
 linear. With `every`, all nodes send records at that interval in seconds.
 
@@ -30,7 +30,8 @@ from simulator.truth import RunTruth
 class SimulatedCluster:
     """A cluster with its jobs and faults. `run` simulates it once and passes every record to `send`.
 
-    `look` is called with the cluster and the virtual time every `look_every` seconds.
+    `look` is called with the cluster and the virtual time every `look_every` seconds. Raises ValueError if the jobs
+    need more nodes than there are, or if a mesh does not match the GPUs of its job.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class SimulatedCluster:
 
     @property
     def broken(self) -> list[Damage]:
-        """Return the damage of all faults so far."""
+        """Return the damage of all faults that have struck so far."""
         return self._injector.broken
 
     def run(self) -> list[RunTruth]:

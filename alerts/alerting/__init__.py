@@ -1,7 +1,8 @@
 """Alerts, a tuple of literals per domain, each with a runbook in `runbooks/` and a rule test in `tests/rules/`.
 
-An alert on a run has one series per run, so that a straggler that changes does not restart it. Its description queries
-which rank it is, where it runs and what is lost. An alert on hardware has one series per GPU and Xid, or per port.
+An alert on a run has one series per run, so that it does not start again when another rank becomes the straggler. A
+query in its description finds the rank, its host and the cost. An alert on hardware has one series per GPU and Xid, or
+per port.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ DOMAINS = (training, ledger, quality, fabric, traffic, xid, gpu, nvlink, monitor
 
 
 def alerts(settings: AlertSettings) -> tuple[Alert, ...]:
-    """Return every alert. Raises ValueError if one that is to be in shadow mode does not exist."""
+    """Return every alert. Raises ValueError if `settings.shadow` names an alert that does not exist."""
     every = tuple(alert.at(settings) for domain in DOMAINS for alert in domain.ALERTS)
     if unknown := set(settings.shadow) - {alert.name for alert in every}:
         raise ValueError(f"shadow: there is no alert {', '.join(sorted(unknown))}")

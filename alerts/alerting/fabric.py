@@ -1,7 +1,7 @@
 """Alerts on the links of InfiniBand, RoCE and EFA ports, from sysfs.
 
-A port is `critical` where a run that pages has ranks on its node and it is one of those they talk over; the rest are
-warnings, since a slow or lossy port shows in the run as a straggler, which pages by what it costs.
+An alert on a port is `critical` if a run that pages has ranks on the node and communicates over the port. The other
+alerts are warnings. A slow or lossy port appears in the run as a straggler, which pages by its cost.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ ALERTS: tuple[Alert, ...] = (
             )
         ),
     ),
-    # State 4 is active, 5 active-defer. A job goes on without a storage or management port. A switch that restarts
-    # one port takes less than `for`, which is what leptonai/gpud calls a drop.
+    # State 4 is active, 5 active-defer. A job continues without a storage or management port. A switch that restarts
+    # one port takes less than `for`. leptonai/gpud calls a longer outage a drop.
     Alert(
         name="InfinibandPortDown",
         group="fabric",
@@ -128,7 +128,7 @@ ALERTS: tuple[Alert, ...] = (
         summary="Port is down or gone",
         description=_INFINIBAND_PORT_DOWN,
     ),
-    # The exporter has waited for three flaps, and holds the state for an hour after the last.
+    # No `for`: the exporter reports flapping from the third flap on, until an hour after the last one.
     Alert(
         name="InfinibandLinkFlapping",
         group="fabric",
@@ -154,7 +154,7 @@ ALERTS: tuple[Alert, ...] = (
             + "<runs_on_host>"
         ),
     ),
-    # A link may train slower at first and again right after.
+    # After a failure, a link may train at a lower rate first and again right after.
     Alert(
         name="InfinibandRateLow",
         group="fabric",
@@ -200,10 +200,10 @@ ALERTS: tuple[Alert, ...] = (
             + "<runs_on_host>"
         ),
     ),
-    # NVIDIA UFM counts for twelve minutes and isolates a port at 1e-14 symbol errors a bit, 2.88 in that window at
-    # 400 Gb/s (a byte has 8 bits: 8e-14). Five recoveries a minute and ten broken packets a second are NVSentinel's
-    # limits. InfinibandLinkErrors fires within `for` for anything worse, which stays in the longer window for a
-    # while.
+    # NVIDIA UFM counts for twelve minutes and isolates a port at 1e-14 symbol errors per bit. At 400 Gb/s, these are
+    # 2.88 errors in that window (a byte has 8 bits: 8e-14). Five recoveries per minute and ten broken packets per
+    # second are NVSentinel's limits. InfinibandLinkErrors fires within `for` at higher rates, which remain in this
+    # longer window for a while.
     Alert(
         name="InfinibandErrorRate",
         group="fabric",

@@ -1,7 +1,7 @@
 """Alerts on the state of GPUs: NVML and DCGM.
 
-`critical` is a GPU on which no job can run, or a node without it; what a job survives is a `warning`. A GPU whose Xid
-has paged is not reported again because it also is gone, or asks for a reset.
+`critical` means that no job can run on the GPU, or that a node lacks a GPU. A fault that a job survives is a `warning`.
+A GPU whose Xid has paged is not reported again because it is also gone or needs a reset.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ _GPU_RECOVERY_NEEDED = (
 )
 
 ALERTS: tuple[Alert, ...] = (
-    # One error ends the process that reads it, and is news for half an hour, whatever the counter does after.
+    # One error ends the process that reads the memory. The alert fires for half an hour after it, even if the counter
+    # does not increase again.
     Alert(
         name="GpuEccUncorrected",
         group="gpu",
@@ -44,8 +45,8 @@ ALERTS: tuple[Alert, ...] = (
             '<gpu> made {{ printf "%.0f" $value }} uncorrectable memory errors in the last ' + "<30m>.<ranks_on_gpu>"
         ),
     ),
-    # The board reports it of itself and never takes it back. DCGM fails a board with 512 rows remapped for
-    # uncorrectable errors.
+    # The GPU reports this failure itself and never clears it. DCGM fails a GPU with 512 rows remapped for uncorrectable
+    # errors.
     Alert(
         name="GpuMemoryFailed",
         group="gpu",
@@ -80,7 +81,7 @@ ALERTS: tuple[Alert, ...] = (
             + "<ranks_on_gpu>"
         ),
     ),
-    # What waits for a reset may get it at once, between two jobs.
+    # A GPU that needs a reset may get it within `for`, between two jobs.
     Alert(
         name="GpuRepairPending",
         group="gpu",
@@ -111,7 +112,8 @@ ALERTS: tuple[Alert, ...] = (
             + "<ranks_on_gpu>"
         ),
     ),
-    # Actions 3 and 4 drain: the job may end first. What waits for a reset may get it at once, between two jobs.
+    # Actions 3 and 4 ask for a drain, so the job may end first. A GPU that needs a reset may get it within `for`,
+    # between two jobs.
     Alert(
         name="GpuRecoveryNeeded",
         group="gpu",
@@ -156,7 +158,7 @@ ALERTS: tuple[Alert, ...] = (
         summary="GPU needs recovery",
         description=_GPU_RECOVERY_NEEDED,
     ),
-    # Next to a dead GPU the exporter initialises NVML at least every 240 s.
+    # While a GPU is dead, the exporter initialises NVML at least every 240 s, which is less than `for`.
     Alert(
         name="GpuMissing",
         group="gpu",
@@ -177,8 +179,8 @@ ALERTS: tuple[Alert, ...] = (
         summary="GPU does not answer",
         description="<gpu> does not answer, and reported no critical Xid.<ranks_on_gpu>",
     ),
-    # A node without any GPU, or without a driver, has no series of one, and so counts 0, unless its driver cannot be
-    # asked. Next to a dead GPU the exporter initialises NVML at least every 240 s.
+    # A node without GPUs, or without a driver, has no series of a GPU. So it counts as 0, unless its driver cannot be
+    # queried. While a GPU is dead, the exporter initialises NVML at least every 240 s, which is less than `for`.
     Alert(
         name="GpuTooFew",
         group="gpu",
@@ -212,7 +214,7 @@ ALERTS: tuple[Alert, ...] = (
             + ".<runs_on_host>"
         ),
     ),
-    # An update of the driver takes less.
+    # An update of the driver takes less than `for`.
     Alert(
         name="GpuDriverNotLoaded",
         group="gpu",
@@ -229,8 +231,8 @@ ALERTS: tuple[Alert, ...] = (
         summary="No NVIDIA driver is loaded",
         description="{{ $labels.host }} has GPUs in its inventory and no NVIDIA driver loaded.<runs_on_host>",
     ),
-    # Drivers before R535 call both slowdowns `thermal`. 10 % of the time is what TraceML lets a straggler cost before
-    # it warns. Window and `for` are ten minutes; fail-slow lasts from tens of seconds on (FALCON).
+    # Drivers before R535 call both slowdowns `thermal`. TraceML also warns of a straggler that costs 10 % of the time.
+    # Window and `for` together are ten minutes. Fail-slow lasts tens of seconds or longer (FALCON).
     Alert(
         name="GpuThermalThrottling",
         group="gpu",
@@ -258,8 +260,8 @@ ALERTS: tuple[Alert, ...] = (
             + "<ranks_on_gpu>"
         ),
     ),
-    # At the board's own limit a power cap is normal. With a limit below 95 % of the default, which an operator set,
-    # half the time is too much.
+    # A power cap is normal at the GPU's default limit. At a limit below 95 % of the default, which an operator set, a
+    # cap for half of the time is too much.
     Alert(
         name="GpuPowerThrottling",
         group="gpu",
@@ -300,7 +302,7 @@ ALERTS: tuple[Alert, ...] = (
             + ".<ranks_on_gpu>"
         ),
     ),
-    # A healthy H100 at full load keeps 15 degrees and more.
+    # A healthy H100 at full load keeps a margin of 15 °C or more.
     Alert(
         name="GpuHot",
         group="gpu",
@@ -331,8 +333,8 @@ ALERTS: tuple[Alert, ...] = (
             + "<ranks_on_gpu>"
         ),
     ),
-    # The generation falls while a GPU idles, by design; the width does not. A link that trains narrow may be put
-    # right at once.
+    # By design, the generation falls while a GPU is idle, but the width does not. A link that trains with few lanes may
+    # train again right after.
     Alert(
         name="GpuPcieDegraded",
         group="gpu",
@@ -364,9 +366,9 @@ ALERTS: tuple[Alert, ...] = (
             + ".<ranks_on_gpu>"
         ),
     ),
-    # 1e-12 replays a bit are DCGM's limit, 31 a minute at generation 5 with 16 lanes. A lane of generation 3 carries
-    # 8 Gb/s, and each generation twice that. A single error stays in the window for five minutes, a wrong reading
-    # does not.
+    # DCGM's limit is 1e-12 replays per bit, which is 31 per minute at generation 5 with 16 lanes. A lane of generation
+    # 3 carries 8 Gb/s, and each generation doubles that. A single error stays in the window for five minutes, a wrong
+    # reading does not.
     Alert(
         name="GpuPcieErrors",
         group="gpu",

@@ -1,4 +1,4 @@
-"""Alerts that join others: a leaf switch that is gone, maintenance, and two that only inhibit others."""
+"""Alerts that combine others: a leaf switch that is gone, maintenance, and two alerts that only inhibit others."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from alerts.alert import Alert
 from alerts.fragments import each_series
 
 ALERTS: tuple[Alert, ...] = (
-    # Ports of one leaf go down within a scrape, and four hosts at once are neither cables nor nodes. `for` is shorter
-    # than that of the alerts on each host. The alert remembers itself while more than one host is still cut off.
+    # The ports of a leaf that fails go down within one scrape. Four hosts at once are neither single cables nor single
+    # nodes. `for` is shorter than that of the alerts on each host. The expression reads ALERTS of this alert, so that
+    # it fires while more than one host is still cut off.
     Alert(
         name="LeafDown",
         group="monitor",
@@ -95,8 +96,8 @@ ALERTS: tuple[Alert, ...] = (
             + "."
         ),
     ),
-    # The last end that was set holds while the node reboots. Fires at once, before the alerts that it holds back are
-    # sent.
+    # The last reported end of the maintenance counts while the node reboots. No `for`: the alert must fire before the
+    # alerts that it inhibits are sent.
     Alert(
         name="Maintenance",
         group="monitor",
@@ -111,8 +112,9 @@ ALERTS: tuple[Alert, ...] = (
             + "are not sent."
         ),
     ),
-    # Only inhibits. A pending LeafDown is enough, since its page names these hosts. Without a known topology, only
-    # hosts that are cut off together are neighbours. No `for`: it has to exist before what it inhibits.
+    # This alert only inhibits others. A pending LeafDown is enough, because its page names these hosts. Without a known
+    # topology, the hosts that are cut off together count as one leaf. No `for`: the alert must exist before those that
+    # it inhibits.
     Alert(
         name="HostOnFaultyLeaf",
         group="monitor",
@@ -174,10 +176,11 @@ ALERTS: tuple[Alert, ...] = (
             + "neighbours. LeafDown reports them, and this alert inhibits the host's own alerts."
         ),
     ),
-    # Only inhibits. Of a GPU's faults pending is enough: they wait longer than a hang and are sent in its place.
-    # Faults count as news for half an hour, since a run has other troubles next to a fault of days; but while the run
-    # stands still since then, its cause is remembered for twenty minutes after its end. A rank without a uuid is on
-    # no GPU in particular. No `for`: it has to exist before what it inhibits.
+    # This alert only inhibits others. A pending alert on a GPU is enough. Its `for` is longer than that of a hang, and
+    # it is sent in place of the hang. A fault explains a run for half an hour only, because a run can have other
+    # troubles next to a fault that lasts for days. But if the run has stopped since then, the fault explains it until
+    # twenty minutes after the fault's end. A rank without a uuid matches no GPU. No `for`: the alert must exist before
+    # those that it inhibits.
     Alert(
         name="RunOnFaultyHost",
         group="monitor",

@@ -82,9 +82,9 @@ _TRAINING_STALLED = (
 )
 
 ALERTS: tuple[Alert, ...] = (
-    # The ledger reports it, unless another ledger does not, or the ranks themselves count steps. A restart by the
-    # launcher takes less than `for`. A run that comes back and dies again within `keep_firing_for` is one message,
-    # and one that restarts without a new step has not come back.
+    # The ledger reports the run as down. This does not count if another ledger reports otherwise, or if ranks of the
+    # run count steps. A restart by the launcher takes less than `for`. A run that recovers and fails again within
+    # `keep_firing_for` causes one message. A run that restarts without a new step has not recovered.
     Alert(
         name="TrainingDown",
         group="ledger",
@@ -134,7 +134,7 @@ ALERTS: tuple[Alert, ...] = (
         description=_TRAINING_DOWN,
     ),
     # Three starts in an hour without a second of new progress, or four unplanned ends in half an hour, whatever the
-    # attempts achieved. `for` is that of TrainingDown, which is then sent in its place.
+    # attempts achieved. `for` equals that of TrainingDown, which is then sent in place of this alert.
     Alert(
         name="TrainingRestartStorm",
         group="ledger",
@@ -187,9 +187,9 @@ ALERTS: tuple[Alert, ...] = (
         summary="Training run restarts again and again",
         description=_TRAINING_RESTART_STORM,
     ),
-    # No step for half an hour, by when a checkpoint or evaluation is over. Processes that have made no step count
-    # from their start. Outside a step TrainingHang does not fire. In the group of TrainingDown and
-    # TrainingRestartStorm, with the same `for`, so that it ends no later than what holds it back.
+    # No step for half an hour, within which a checkpoint or evaluation ends. For processes without a step, the time
+    # since their start counts. TrainingHang does not fire outside a step. This alert has the group and the `for` of
+    # TrainingDown and TrainingRestartStorm, so that it ends no later than these, which inhibit it.
     Alert(
         name="TrainingStalled",
         group="ledger",
@@ -242,8 +242,8 @@ ALERTS: tuple[Alert, ...] = (
         summary="Training run makes no steps",
         description=_TRAINING_STALLED,
     ),
-    # 90 % is typical, 96 to 98 % the best in the field. Before six hours (21,600 s) a run's start-up decides. A day's
-    # ratio moves slowly, so that `for` keeps one near the threshold from flapping.
+    # 90 % is typical, 96 to 98 % the best in the field. In the first six hours (21,600 s), the start-up of a run
+    # dominates. A day's ratio changes slowly, so `for` prevents flapping near the threshold.
     Alert(
         name="TrainingGoodputLow",
         group="ledger",

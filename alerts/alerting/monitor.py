@@ -1,9 +1,9 @@
 """Alerts on the monitoring itself, and on nodes that are gone.
 
-`up` and `prometheus_rule_evaluation_failures_total` are Prometheus' own. A target is an
-exporter if it served an exporter's series while it was up, since scrape configurations name jobs freely. Its host is
-known from the GPUs it served. Both are remembered in the pending alert itself (ALERTS), so that an outage longer than
-any window stays the same alert.
+`up` and `prometheus_rule_evaluation_failures_total` are Prometheus' own. A target is an exporter if it served an
+exporter's series while it was up, because scrape configurations can name jobs freely. The host of an exporter is known
+from the GPUs that it served. The pending alert (ALERTS) keeps target and host, so that an outage longer than any window
+stays the same alert.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NODE_LOST = (
 )
 
 ALERTS: tuple[Alert, ...] = (
-    # A rolling update of the DaemonSet, or the last minute of a reboot, takes less.
+    # A rolling update of the DaemonSet, or the last minute of a reboot, takes less than `for`.
     Alert(
         name="FlopwatchExporterDown",
         group="monitor",
@@ -68,10 +68,10 @@ ALERTS: tuple[Alert, ...] = (
             )
         ),
     ),
-    # An exporter that only crashed stops no run: other ranks of the run wait in an overdue step, or the ledger calls
-    # it down. A minute without a step and two failed scrapes are the evidence. `for` is shorter than that of
-    # TrainingHang, which is a consequence. What it holds back may be evaluated only once a minute, so it is kept for
-    # two.
+    # An exporter that only crashed stops no run. So the other ranks of the run must wait in an overdue step, or the
+    # ledger must report the run as down. The evidence is a minute without a step and two failed scrapes. `for` is
+    # shorter than that of TrainingHang, which is a consequence. The alerts that this one inhibits may be evaluated only
+    # once a minute, so `keep_firing_for` is two minutes.
     Alert(
         name="NodeLost",
         group="monitor",
@@ -140,8 +140,8 @@ ALERTS: tuple[Alert, ...] = (
         summary="Node is gone and stops a run",
         description=_NODE_LOST,
     ),
-    # While a driver is released on request, the time of the last success is old and success is absent. A driver call
-    # that hangs may come back within four minutes.
+    # While a driver is released on request, the time of the last success is old and the success is absent. A driver
+    # call that hangs may return within four minutes, which is less than `for`.
     Alert(
         name="FlopwatchCollectorFailing",
         group="monitor",
@@ -171,7 +171,8 @@ ALERTS: tuple[Alert, ...] = (
             )
         ),
     ),
-    # An exporter that started before the driver, or a container whose devices come late, sees them within `for`.
+    # An exporter that started before the driver, or a container whose devices appear late, finds the hardware within
+    # `for`.
     Alert(
         name="FlopwatchExporterBlind",
         group="monitor",
@@ -189,9 +190,8 @@ ALERTS: tuple[Alert, ...] = (
             + 'printf "%.0f" $value }} GPUs. The GPUs themselves may be fine.'
         ),
     ),
-    # A pod that finds no node is no target, and has no `up`; nor has one that was replaced. A ledger within an
-    # exporter is covered by FlopwatchExporterDown. Exporters keep their records meanwhile; a StatefulSet restarts
-    # faster than `for`.
+    # A pod that is not scheduled or was replaced is not a target, so it has no `up`. FlopwatchExporterDown covers a
+    # ledger within an exporter. Exporters keep their records meanwhile. A StatefulSet restarts within `for`.
     Alert(
         name="FlopwatchLedgerDown",
         group="monitor",
@@ -227,7 +227,8 @@ ALERTS: tuple[Alert, ...] = (
             + "goes down is not noticed. Exporters keep their records until it is back."
         ),
     ),
-    # Nothing was delivered in ten minutes. `for` is longer than that of FlopwatchLedgerDown, which is then the cause.
+    # No record was delivered in ten minutes. `for` is longer than that of FlopwatchLedgerDown, which inhibits this
+    # alert.
     Alert(
         name="FlopwatchLedgerUnreachable",
         group="monitor",
@@ -249,8 +250,8 @@ ALERTS: tuple[Alert, ...] = (
             + "nothing to the ledger in <10m>. The ledger will report its runs as down."
         ),
     ),
-    # A wrong record stays wrong. Two releases next to each other during an upgrade do not last as long as `for`,
-    # which is longer than the window.
+    # The ledger refuses a wrong record at each attempt. Two releases run at the same time during an upgrade, but for
+    # less than `for`. `for` is longer than the window.
     Alert(
         name="FlopwatchLedgerRefuses",
         group="monitor",
@@ -321,8 +322,8 @@ ALERTS: tuple[Alert, ...] = (
             + 'printf "%.0f" $value }} samples in <10m> over the budget per {{ $labels.budget }}.'
         ),
     ),
-    # The newest source was read at this very scrape; one that fails is older for other reasons. A clock is stepped
-    # right after a boot.
+    # The newest success of a collector was at this scrape, so its age is the error of the clock. A collector that fails
+    # has an older success for other reasons. A clock is set right after a boot, within `for`.
     Alert(
         name="FlopwatchClockWrong",
         group="monitor",

@@ -27,7 +27,7 @@ _NVLINK_FABRIC_UNHEALTHY = (
 )
 
 ALERTS: tuple[Alert, ...] = (
-    # State 0 is inactive, 3 traffic disabled. A GPU reset takes its links down for less.
+    # State 0 is inactive, 3 traffic disabled. A GPU reset takes its links down for less than `for`.
     Alert(
         name="NvlinkDown",
         group="nvlink",
@@ -52,8 +52,9 @@ ALERTS: tuple[Alert, ...] = (
             + ".<ranks_on_gpu>"
         ),
     ),
-    # Replayed or corrected is not lost; effective and symbol errors have a ratio with a limit. DCGM fails a GPU for
-    # one hard error, for 100 corrected ones a second, or for an effective bit error ratio of 1e-12 (NVLink 5).
+    # Replayed or corrected data is not lost, so these errors do not count. Effective and symbol errors are judged by
+    # their ratio. DCGM fails a GPU for one hard error, for 100 corrected errors per second, or for an effective bit
+    # error ratio of 1e-12 (NVLink 5).
     Alert(
         name="NvlinkErrors",
         group="nvlink",
@@ -96,8 +97,8 @@ ALERTS: tuple[Alert, ...] = (
             + "<ranks_on_gpu>"
         ),
     ),
-    # Registration with the fabric manager takes a minute or two after a boot: state 3 is completed, 1 and 2 are on
-    # the way. Health 2 is unhealthy, 3 of limited capacity.
+    # Registration with the fabric manager takes a minute or two after a boot. State 3 is completed, 1 and 2 are before
+    # that. Health 2 is unhealthy, 3 limited capacity.
     Alert(
         name="NvlinkFabricUnhealthy",
         group="nvlink",

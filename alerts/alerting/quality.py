@@ -6,9 +6,10 @@ from alerts.alert import Alert
 from alerts.fragments import each_series
 
 ALERTS: tuple[Alert, ...] = (
-    # 85 % of the run's own median: a straggler warns from 10 % on and names the rank. The baseline ends half an hour
-    # ago, or the drop would lower it. The run was in steps for the whole window, so that no start-up is in it.
-    # Evaluation, checkpoints and compiling are not in MFU. `for` outlasts a slow file system and a noisy neighbour.
+    # The limit is 85 % of the run's own median, because TrainingStraggler warns from 10 % on and names the rank. The
+    # baseline ends half an hour ago, so that the drop does not lower it. The run was in steps for the whole window, so
+    # that no start-up is in it. Evaluation, checkpoints and compiling are not in MFU. `for` outlasts a slow file system
+    # and a noisy neighbour.
     Alert(
         name="TrainingMfuDrop",
         group="quality",
@@ -37,9 +38,9 @@ ALERTS: tuple[Alert, ...] = (
             + ".<owner>"
         ),
     ),
-    # MFU above 1, or 10 % above the tensor activity of the cards themselves, by the wall clock as the cards count.
-    # Tensor activity is NaN while a profiler holds the counters, and no comparison lets NaN through. `for` is two
-    # windows of MFU.
+    # MFU above 1, or 10 % above the tensor activity that the GPUs measure. For this comparison, MFU is taken over the
+    # wall clock, as GPUs count. Tensor activity is NaN while a profiler holds the counters, and no comparison is true
+    # for NaN. `for` is two windows of MFU.
     Alert(
         name="TrainingMfuImpossible",
         group="quality",
@@ -87,7 +88,7 @@ ALERTS: tuple[Alert, ...] = (
             )
         ),
     ),
-    # A framework may learn the size of the model late.
+    # A framework may know the size of the model only after a while.
     Alert(
         name="TrainingMfuUnavailable",
         group="quality",
@@ -101,7 +102,7 @@ ALERTS: tuple[Alert, ...] = (
             + "ranks report it)."
         ),
     ),
-    # As long as for a missing MFU, which has this as one of its reasons.
+    # `for` equals that of TrainingMfuUnavailable, because absent tokens are a reason for an absent MFU.
     Alert(
         name="TrainingTokensAbsent",
         group="quality",
@@ -115,8 +116,8 @@ ALERTS: tuple[Alert, ...] = (
             + "MFU. Pass tokens= to run.step()."
         ),
     ),
-    # Of the rank that waits most: the others wait for it in a collective and count that as step time. A shuffle
-    # buffer that fills at the start of an epoch, or a cold cache, takes a few minutes.
+    # The rank that waits most counts, because the others wait for it in a collective and count that as step time. A
+    # shuffle buffer that fills at the start of an epoch, or a cold cache, takes a few minutes.
     Alert(
         name="TrainingDataStall",
         group="quality",
@@ -145,7 +146,7 @@ ALERTS: tuple[Alert, ...] = (
             + "<owner>"
         ),
     ),
-    # One spike is what a bad batch makes.
+    # A single spike can be one bad batch.
     Alert(
         name="TrainingLossSpikes",
         group="quality",

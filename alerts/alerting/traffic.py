@@ -6,7 +6,7 @@ from alerts.alert import Alert
 from alerts.fragments import each_port
 
 ALERTS: tuple[Alert, ...] = (
-    # NVSentinel's limits, a second. A job that ends, or loses a peer, makes such errors for seconds.
+    # The limits per second are NVSentinel's. A job that ends or loses a peer makes such errors for seconds.
     Alert(
         name="InfinibandPacketLoss",
         group="fabric",
@@ -49,10 +49,10 @@ ALERTS: tuple[Alert, ...] = (
             + "<runs_on_host>"
         ),
     ),
-    # Queues that mark one packet in twenty are there all the time. Ticks of waiting have no unit and cost nothing by
-    # themselves: they are compared with the median of the node's compute ports (4 times), and count only where the
-    # port also sends less than they do (90 %). An incast at a checkpoint or at the start of a job takes less than
-    # `for`.
+    # If more than one packet in twenty is marked, queues are full all the time. Ticks of waiting have no unit and are
+    # no loss by themselves. So a port is compared with the median of the node's compute ports. It must wait more than 4
+    # times as long and send less than 90 % of their traffic. An incast at a checkpoint or at the start of a job takes
+    # less than `for`.
     Alert(
         name="InfinibandCongestion",
         group="fabric",
@@ -123,8 +123,8 @@ ALERTS: tuple[Alert, ...] = (
             + "<runs_on_host>"
         ),
     ),
-    # Rails carry equal shares in a collective; below 100 MB/s they are not in one. A checkpoint goes over some rails
-    # only.
+    # In a collective, rails carry equal shares. Rails below 100 MB/s are not in a collective. A checkpoint uses some
+    # rails only.
     Alert(
         name="RailImbalance",
         group="fabric",
@@ -168,7 +168,7 @@ ALERTS: tuple[Alert, ...] = (
             + "<runs_on_host>"
         ),
     ),
-    # On a lossless fabric no packets arrive out of sequence. A wrong configuration stays.
+    # On a lossless fabric, no packets arrive out of sequence. A wrong configuration lasts longer than `for`.
     Alert(
         name="RoceMisconfigured",
         group="fabric",
@@ -217,8 +217,8 @@ ALERTS: tuple[Alert, ...] = (
             + "<runs_on_host>"
         ),
     ),
-    # Connections impaired and peers that do not respond a second, failed commands a minute. One lost command stays in
-    # the window for five minutes.
+    # The limits are impaired connections and unresponsive peers per second, and failed commands per minute. One failed
+    # command stays in the window for five minutes.
     Alert(
         name="EfaErrors",
         group="fabric",
@@ -267,7 +267,7 @@ ALERTS: tuple[Alert, ...] = (
             + "<runs_on_host>"
         ),
     ),
-    # NVIDIA UFM's limit. The sensor follows slowly; a shorter excess is a single reading.
+    # The limit is NVIDIA UFM's. The sensor changes slowly, so an excess shorter than `for` is a single wrong reading.
     Alert(
         name="InfinibandTransceiverHot",
         group="fabric",
@@ -297,7 +297,7 @@ ALERTS: tuple[Alert, ...] = (
             + "<runs_on_host>"
         ),
     ),
-    # It does not end by itself.
+    # No `for`: a saturated counter stays saturated.
     Alert(
         name="InfinibandCounterStuck",
         group="fabric",

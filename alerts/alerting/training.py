@@ -1,6 +1,6 @@
-"""Alerts on training runs from the hook's series: is a run advancing, and if not, which rank is late or gone?
+"""Alerts on training runs from the hook's series: is a run advancing, and if not, which rank is slow or gone?
 
-Critical alerts page, in a run that may page (run:training_page:bool); the rest are warnings.
+Critical alerts are for runs that may page (run:training_page:bool). The other alerts are warnings.
 """
 
 from __future__ import annotations
@@ -171,8 +171,8 @@ _TRAINING_LOSS_NOT_FINITE = (
 )
 
 ALERTS: tuple[Alert, ...] = (
-    # The records have seen three windows. Kept for longer than a restart and three windows, so that one straggler is
-    # one message.
+    # The recording rules already cover three windows. `keep_firing_for` is longer than a restart and three windows, so
+    # that one straggler causes one message.
     Alert(
         name="TrainingStraggler",
         group="training",
@@ -203,12 +203,12 @@ ALERTS: tuple[Alert, ...] = (
         summary="Rank or host slows the training run",
         description=_TRAINING_STRAGGLER,
     ),
-    # Two signs are needed. First, a step is overdue and no rank finishes one. Second, nothing known of the run moves:
-    # no collective started, tensor cores below 1 %, power below 60 % of the last hour's (cards spin in a collective,
-    # they do not compute), or rails below 10 % of their traffic (keep-alives go on). Rails under 1 MB/s are not
-    # compared. The expression has seen a minute of both. `for` is longer than that of NodeLost, which is then sent in
-    # its place. A job that hangs is ended and may be down for longer than `keep_firing_for`, so a page goes on while
-    # the run is down.
+    # Two signs are needed. First, a step is overdue and no rank finishes one. Second, no known activity of the run
+    # continues. No collective started, tensor cores are below 1 %, power is below 60 % of the last hour's, or rails are
+    # below 10 % of their traffic. The limits are above 0 because GPUs spin in a collective without computing, and
+    # because keep-alives continue. Rails under 1 MB/s are not compared. The expression already covers a minute of both
+    # signs. `for` is longer than that of NodeLost, which is then sent in place of this alert. A job that hangs is ended
+    # and may be down for longer than `keep_firing_for`, so a page continues while the run is down.
     Alert(
         name="TrainingHang",
         group="training",
@@ -295,8 +295,8 @@ ALERTS: tuple[Alert, ...] = (
         summary="Training run hangs in a step",
         description=_TRAINING_HANG,
     ),
-    # A loss scaler skips fewer than 10 % of the steps. With half of the losses not finite the run does not recover by
-    # itself. `for` is a scrape more than the window, so that the first step of a new process is not alone in it.
+    # A loss scaler skips fewer than 10 % of the steps. If half of the losses are not finite, the run does not recover
+    # by itself. `for` is one scrape longer than the window, so that the first step of a new process alone cannot fire.
     Alert(
         name="TrainingLossNotFinite",
         group="training",

@@ -1,6 +1,6 @@
-"""Alerts on Xid and SXid errors: NVIDIA's driver reports them in the kernel log and over NVML.
+"""Alerts on Xid and SXid errors, which NVIDIA's driver reports in the kernel log and over NVML.
 
-They are news at once and of few series, and so in a group that is evaluated at each scrape.
+Their group is evaluated at each scrape, because they are urgent and have few series.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from alerts.alert import Alert
 from alerts.fragments import each_series
 
 ALERTS: tuple[Alert, ...] = (
-    # By the time last seen, not by increase(): the first Xid may be the first sample of its series. An Xid is news
-    # for half an hour, of a GPU that is gone for a day. Left out are NVLink 5 Xids that the kernel log calls
-    # non-fatal each time. The alert goes on while a page that it holds back does. No `for`: an Xid is a fact, and the
-    # job on the GPU is lost.
+    # The time of the last Xid counts, not increase(), because the first Xid may be the first sample of its series. An
+    # Xid fires for half an hour, that of a GPU that is gone for a day. NVLink 5 Xids are left out if the kernel log
+    # calls all of them non-fatal. The alert continues while a page that it inhibits fires. No `for`: an Xid is a fact,
+    # and the job on the GPU is lost.
     Alert(
         name="GpuXidCritical",
         group="hardware",
@@ -69,7 +69,8 @@ ALERTS: tuple[Alert, ...] = (
             )
         ),
     ),
-    # By the time last seen, as GpuXidCritical. No `for`: an Xid is a fact, and GpuXidRepeated waits for further ones.
+    # The time of the last Xid counts, as in GpuXidCritical. No `for`: an Xid is a fact, and GpuXidRepeated waits for
+    # further Xids.
     Alert(
         name="GpuXidWarning",
         group="hardware",
@@ -88,7 +89,7 @@ ALERTS: tuple[Alert, ...] = (
         summary="GPU reported a hardware error",
         description="<gpu> reported Xid {{ $labels.xid }}<meaning_of_hardware_xid>.<ranks_on_gpu>",
     ),
-    # By the time last seen, as GpuXidCritical. Only recorded.
+    # The time of the last Xid counts, as in GpuXidCritical. The alert is recorded, but sent to no receiver.
     Alert(
         name="GpuXidApplication",
         group="hardware",
@@ -107,8 +108,8 @@ ALERTS: tuple[Alert, ...] = (
         summary="Job caused an error on a GPU",
         description="<gpu> reported Xid {{ $labels.xid }}<meaning_of_job_xid>.<ranks_on_gpu>",
     ),
-    # The same application Xid in three hours of a day on one GPU alone is hardware (NVIDIA). A job at fault has it on
-    # several GPUs of the node.
+    # The same application Xid in three hours of a day on one GPU alone means a hardware fault (NVIDIA). A job with a
+    # bug has it on several GPUs of the node.
     Alert(
         name="GpuXidRepeated",
         group="hardware",
@@ -142,7 +143,7 @@ ALERTS: tuple[Alert, ...] = (
             + "hours of the last day, and no other GPU of the host did.<ranks_on_gpu>"
         ),
     ),
-    # The Fabric Manager guide asks for a restart after one.
+    # The Fabric Manager guide asks for a restart after an SXid.
     Alert(
         name="NvswitchSxid",
         group="hardware",

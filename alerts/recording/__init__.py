@@ -1,8 +1,8 @@
-"""Recording rules, a table per domain. Each is one literal with a name, an expression, its meaning and a rule test.
+"""Recording rules, one module per domain. Each rule is a literal with name, expression and help text.
 
-`rank:`, `run:`, `host:`, `rail:`, `port:` and `instance:` name what a series is of; a `fleet:` record is one series.
-A name keeps the window it has at pace 1. Rates come before sums, and both sides of a ratio are summed before they are
-divided. docs/records.md lists them.
+The prefix `rank:`, `run:`, `host:`, `rail:`, `port:` or `instance:` of a name is the subject of its series. A rule with
+the prefix `fleet:` records a single series. A name keeps the window of pace 1. Rates are taken before sums, and both
+sides of a ratio are summed before they are divided. docs/records.md lists the rules, and each has a rule test.
 """
 
 from __future__ import annotations

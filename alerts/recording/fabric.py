@@ -1,8 +1,8 @@
-"""Records on ports: which are in use, and what each rail of a run sends, waits and retransmits.
+"""Recording rules on ports: which are in use, and what each rail of a run sends, waits and retransmits.
 
-Rails are compared within one run, since a collective gives each rail the same share. One rail below the others is a
-leaf switch or a cable; all of them low is the run. Hosts that several runs share are left out, because the traffic of
-their ports cannot be attributed to a run.
+Rails are compared within one run, because a collective gives each rail the same share. If one rail sends less than the
+others, the reason is a leaf switch or a cable. If all rails send little, the reason is the run. Hosts that several runs
+share are left out, because the traffic of their ports cannot be attributed to a run.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Records with a long memory: goodput of a week, times to failure and recovery of a month, and failing hosts.
+"""Recording rules with long windows: goodput of a week, times to failure and recovery of a month, failing hosts.
 
-The ledger forgets a run a day after its end, so sums over earlier runs use what was recorded of them, sampled once an
-hour. A sum grew from the first value of its window, or from 0 if the run began in it. Until a window is recorded in
-full, it covers the time since recording began.
+The ledger drops the series of a run a day after its end. So sums over earlier runs read recorded series, sampled once
+an hour. The increase of a sum counts from its first value in the window, or from 0 if the run began in the window.
+Until the recorded series are as old as a window, the window covers the time since the first recording.
 
-Meta found the hosts that fail jobs again and again by what each did in 28 days: different Xids, jobs of one or more
-hosts that it failed, times out of service, and repair tickets (arXiv:2410.21680, section IV). The first two are series
-here, the other two belong to a scheduler. Ports that dropped and straggling ranks are added, because they slow runs
-down without ending them. Each sign counts once, so that a storm of one error is one sign. An error that ended a run
-counts twice, as the error and as the end.
+Meta found hosts that make jobs fail again and again by four signs in 28 days (arXiv:2410.21680, section IV). The signs
+are different Xids, failures of jobs on one or more hosts, times out of service, and repair tickets. These rules count
+the first two, because the other two belong to a scheduler. Ports that dropped and straggling ranks are added, because
+they slow runs down without ending them. Each sign counts once, so that a storm of one error is one sign. An error that
+ended a run counts twice, as the error and as the end.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Records on GPUs: power and energy of a run, and which GPUs are in use.
+"""Recording rules on GPUs: power and energy of a run, and which GPUs are in use.
 
-In joins the ranks are the many side, so that two runs on one GPU, or a rank on two GPUs for the minutes after it moved,
-break nothing. Energy is summed over exporters as tokens are, so that a restarted or a second exporter affects both
-sides of joules per token.
+Joins have the ranks on their many side. So they still work if two runs share a GPU, or if a rank has two GPUs for some
+minutes after it moved. Energy is summed over exporters in the same way as tokens. So a restarted or a second exporter
+affects both sides of joules per token.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
-"""Records on hangs: the step a run is in, whether it is overdue, and which rank the others wait for.
+"""Recording rules on hangs: the step a run is in, whether it is overdue, and which rank the others wait for.
 
-Times of ranks are compared with the clock of Prometheus; FlopwatchClockWrong fires where the two differ.
+Times of ranks are compared with the clock of Prometheus. FlopwatchClockWrong fires if the two clocks differ.
 
-A difference of two instants takes the place of increase(), because each rank has seven declared activities; a new
-series counts in full. Declared time is in the open step for certain only if the last step ended within the window. The
-largest bucket of step durations ends at 180 s, so longer steps are judged by their mean. GPU activity is compared with
-the same GPU's past, since a run that lost ranks draws less power.
+Declared time is the difference of two instants, not increase(), because each rank has seven declared activities. A new
+series counts in full. Declared time is certain to be in the open step only if the last step ended within the window.
+The largest bucket of step durations ends at 180 s, so longer steps are judged by their mean. GPU activity is compared
+with the same GPU's past, because a run that lost ranks draws less power.
 
 Each sign has one vote, split among the ranks it points at. A sign that points at more than half of the ranks counts for
-none of them and casts doubt on the others. Joins begin with the ranks of runs that hang, which is nearly always none.
+none of them and casts doubt on the other signs. Joins begin with the ranks of runs that hang, which are nearly always
+zero.
 """
 
 from __future__ import annotations

@@ -1,15 +1,17 @@
-"""Records from the ledger: goodput, ETTR, effective MFU and badput, of whole runs and of the last hour, day and week.
+"""Recording rules on the ledger: goodput, ETTR, effective MFU and badput, of whole runs, an hour, a day and a week.
 
-The ledger's values are absolute, so a window is the difference of two of them, never increase(). Counters are read with
-`max by` and the unattributed time with `min by`, so that of two ledgers the one that knows more counts.
+The ledger's values are absolute, so the value of a window is a difference of two values, never increase(). Counters are
+read with `max by` and the unattributed time with `min by`. So of two ledgers, the one with more attributed time counts.
 
-A window starts with the run's value at that time, or with the last value of the hour before it if the ledger was away,
-provided that the run's first start is the same then and now. It starts with 0 if the run began within the window. In
-all other cases the record is absent, because the run is older than what Prometheus remembers. A run that starts again
-under its name begins a new generation. Attributing time that was open for long could make a window longer than it is,
-so negative differences count as 0 and productive time is never more than the whole.
+A window starts with the run's value at that time. If the ledger was away then, it starts with the last value of the
+hour before. The run's first start must be the same then and now. The window starts with 0 if the run began within it.
+In all other cases no series is recorded, because the run is older than the samples of Prometheus. A run that starts
+again under its name after `completed` begins a new generation.
 
-A run that was just reported first has all its time unattributed; its goodput is absent, not 0.
+When a long open time is attributed, a window could contain more seconds than it lasts. So negative differences count as
+0, and productive time never exceeds the whole time.
+
+Of a run that was just reported for the first time, all time is unattributed. Its goodput is absent, not 0.
 """
 
 from __future__ import annotations
@@ -371,9 +373,10 @@ _FLEET = (
 
 
 def _of_window(record: Record, window: str, period: str) -> Record:
-    """Return a record of one window: `window` is its length and the end of the names, `period` its name in words.
+    """Return a rule for one window: `window` is its length and the end of names, `period` its name in texts.
 
-    A run that began just before the window may be in no scrape of before it, so SINCE is five minutes longer.
+    A run that began just before the window may have no scrape before the window. So the placeholder SINCE is five
+    minutes longer than the window.
     """
     length = seconds(window)
     words = {"WINDOW": window, "LENGTH": window, "SECONDS": f"{length:g}_seconds", "SINCE": f"{length + 300:g}_seconds"}

@@ -1,4 +1,4 @@
-"""A recording rule, and how often each group is evaluated."""
+"""Class of recording rules, and the evaluation interval of each group of rules."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from alerts.settings import AlertSettings
 from alerts.template import fill
 
-# Scrape intervals between two evaluations of a group; others are evaluated at each. What looks back a week need not be
-# asked four times a minute, and nothing may be asked less often than instant queries look back (5 min).
+# Scrape intervals between two evaluations of a group. Groups that are not listed are evaluated at each scrape. A rule
+# with a window of a week needs no four evaluations a minute. No interval may exceed Prometheus' lookback of 5 min.
 EVERY: Mapping[str, int] = {
     "verdict": 2,
     "place": 4,
@@ -27,7 +27,7 @@ EVERY: Mapping[str, int] = {
 class Record:
     """One recording rule, with placeholders (alerts/template.py) until `at` fills them in.
 
-    `str()` is the name of the series it makes.
+    `str()` returns the name of the series that the rule records.
     """
 
     group: str
@@ -39,7 +39,7 @@ class Record:
         return self.name
 
     def at(self, settings: AlertSettings) -> Record:
-        """Return the rule as Prometheus reads it."""
+        """Return the rule as Prometheus reads it, with all placeholders filled in."""
         return replace(self, expr=fill(self.expr, settings, {}))
 
     def rule(self) -> dict[str, object]:
