@@ -40,69 +40,74 @@ RATE_LOW = f"{m.INFINIBAND_PORT_RATE_BYTES_PER_SECOND} / {m.INFINIBAND_PORT_EXPE
 now = [
     d.stat(
         "Ports",
-        "Ports of the chosen hosts. Expected: a constant number.",
+        "Number of InfiniBand, RoCE and EFA ports of the chosen hosts. Expected: constant.",
         d.Query(f"count({PORTS})", instant=True),
         width=4,
     ),
     d.stat(
         "Inactive ports",
-        "Ports that were active and no longer are. Expected: 0.",
+        "Ports that were active before and are not active now. Expected: 0. The table of ports with problems lists "
+        "them.",
         d.Query(f"count({PORTS} < 4 and on (instance, device, port) {r.PORT_WAS_ACTIVE}) or vector(0)", instant=True),
         thresholds=p.ERRORS,
         width=4,
     ),
     d.stat(
         "Missing ports",
-        "Ports that vanished from their host. Expected: 0.",
+        "Ports in the inventory of a host that the host no longer has. Expected: 0. The table of ports with problems "
+        "lists them.",
         d.Query(f"count({chosen(f'{m.INFINIBAND_PORT_PRESENT} == 0')}) or vector(0)", instant=True),
         thresholds=p.ERRORS,
         width=4,
     ),
     d.stat(
         "Flapping ports",
-        "Ports that went down and came back three times within twelve hours. Expected: 0.",
+        "Ports whose link went down and came back three times within twelve hours. A port counts until an hour "
+        "without a flap. Expected: 0.",
         d.Query(f"count({chosen(f'{m.INFINIBAND_LINK_FLAPPING} == 1')}) or vector(0)", instant=True),
         thresholds=p.FEW,
         width=4,
     ),
     d.stat(
         "Slow ports",
-        "Ports whose link runs below the rate it had before. Expected: 0.",
+        "Ports whose link rate is below the highest rate that they had. Expected: 0. Otherwise check the cable and "
+        "transceiver.",
         d.Query(f"count({chosen(f'{RATE_LOW} < {p.SETTINGS.rate_share:g}')}) or vector(0)", instant=True),
         thresholds=p.FEW,
         width=4,
     ),
     d.stat(
         "Slowest rail",
-        "Traffic of a run's slowest rail over its median rail, for the worst run. Expected: above 90 %. Below 50 % a "
-        "leaf or cable is slow.",
+        "Traffic of a run's slowest rail over its median rail, for the run with the lowest value. Expected: above 90 "
+        "%. Below 50 %, a leaf switch or a cable is slow.",
         d.Query(f"min({r.RAIL_IMBALANCE}{RUN})", instant=True),
         unit="percentunit",
         thresholds=[(None, "red"), (0.5, "orange"), (0.9, "green")],
         width=4,
-        no_data="All rails are nearly idle.",
+        no_data="No run with several rails has traffic.",
     ),
 ]
 
 rails = [
     d.timeseries(
         "Traffic by rail",
-        f"Bytes per second that a port of each rail sends, mean over the run's hosts, for the {p.LINES} lowest. "
-        "Expected: equal rails.",
+        "Bytes per second that a port of each rail sends, mean of five minutes over the run's hosts. Shows the "
+        f"{p.LINES} lowest. Expected: rails of a run alike.",
         d.Query(p.most(f"max by (run, rail) ({r.RAIL}{RUN})", "bottomk"), "{{run}} rail {{rail}}"),
         unit="Bps",
     ),
     d.timeseries(
         "Credit wait by rail",
-        "Each rail's share of the time that a run's ports wait for credit. Expected: one over the number of rails. A "
-        "higher share means a congested leaf or a slow receiver.",
+        "Each rail's share of the time that a run's ports wait for flow-control credit. Expected: equal shares. A "
+        "higher share means a congested leaf switch or a slow receiver.",
         d.Query(p.most(f"max by (run, rail) ({r.RAIL_WAIT_SHARE}{RUN})"), "{{run}} rail {{rail}}"),
         unit="percentunit",
         top=1,
     ),
     d.timeseries(
         "Slowest rail by run",
-        "Traffic of each run's slowest rail over its median rail. Expected: near 1.",
+        "Traffic of each run's slowest rail over its median rail. Expected: above 90 %. Below 50 %, a leaf switch or "
+        "a cable is slow.",
         d.Query(p.most(f"max by (run) ({r.RAIL_IMBALANCE}{RUN})", "bottomk"), "{{run}}"),
         unit="percentunit",
         top=1,
@@ -110,16 +115,17 @@ rails = [
     ),
     d.timeseries(
         "Congestion notifications by rail",
-        "Notifications per second with which a switch slowed a sender down (RoCE). Expected: few, and equal on all "
-        "rails.",
+        "RoCE congestion notifications per second that slowed down a port of each rail, mean over the run's hosts. "
+        "Expected: few, and equal on all rails.",
         d.Query(f"topk({p.LINES}, max by (run, rail) ({r.RAIL_NOTIFICATIONS}{RUN}) > 0)", "{{run}} rail {{rail}}"),
         unit="cps",
         width=12,
-        no_data="No congestion notifications. InfiniBand has none.",
+        no_data="No congestion notification slowed down a port. InfiniBand has none.",
     ),
     d.timeseries(
         "Retransmissions by rail",
-        "Retransmissions per second of a port of each rail. Expected: none that last. They mean a lossy path.",
+        "Retransmissions per second by a port of each rail, mean over the run's hosts. Expected: none that last. They "
+        "mean that packets are lost.",
         d.Query(f"topk({p.LINES}, max by (run, rail) ({r.RAIL_RETRANSMISSIONS}{RUN}) > 0)", "{{run}} rail {{rail}}"),
         unit="cps",
         width=12,
@@ -130,36 +136,38 @@ rails = [
 ports = [
     d.bargauge(
         "Symbol errors",
-        f"Symbol errors in the time shown, for the {WORST} worst ports. Expected: none. At 120 an hour, replace the "
-        "cable or transceiver.",
+        f"Symbol errors in the time shown, for the {WORST} ports with most. Expected: none. At 120 an hour, replace "
+        "the cable or transceiver.",
         worst(f"sum by ({PORT}) (increase({m.INFINIBAND_SYMBOL_ERRORS_TOTAL}[$__range])) > 0"),
         unit="none",
         thresholds=[(None, "green"), (1, "orange"), (120, "red")],
         links=TO_NODE,
-        no_data="No symbol errors.",
+        no_data="No symbol errors in the time shown.",
     ),
     d.bargauge(
         "Link downs",
-        f"Times a link went down in the time shown, for the {WORST} worst ports. Expected: none under load.",
+        f"Times a link went down in the time shown, for the {WORST} ports with most. Expected: none under load. "
+        "Otherwise check the cable and transceiver.",
         worst(f"sum by ({PORT}) (increase({m.INFINIBAND_LINK_DOWNED_TOTAL}[$__range])) > 0"),
         unit="none",
         thresholds=p.FEW,
         links=TO_NODE,
-        no_data="No link went down.",
+        no_data="No link went down in the time shown.",
     ),
     d.bargauge(
         "Flaps",
-        f"Flaps in the time shown, for the {WORST} worst ports. Expected: fewer than three in twelve hours.",
+        f"Times a link was down for at least 25 s and came back, in the time shown, for the {WORST} ports with most. "
+        "Expected: fewer than three in twelve hours.",
         worst(f"sum by ({PORT}) (increase({m.INFINIBAND_LINK_FLAPS_TOTAL}[$__range])) > 0"),
         unit="none",
         thresholds=[(None, "green"), (1, "orange"), (3, "red")],
         links=TO_NODE,
-        no_data="No port flapped.",
+        no_data="No port flapped in the time shown.",
     ),
     d.bargauge(
         "Credit wait",
-        f"Ticks per second that a port waits for credit, for the {WORST} worst. Expected: ports of a rail alike. The "
-        "length of a tick differs between devices.",
+        "Ticks per second in which a port has data to send and no credit, in the last five minutes. Shows the "
+        f"{WORST} ports with most. Expected: ports of a rail alike. The length of a tick differs between devices.",
         worst(f"max by ({PORT}) (rate({m.INFINIBAND_TRANSMIT_WAIT_TICKS_TOTAL}[5m])) > 0"),
         unit="none",
         links=TO_NODE,
@@ -167,7 +175,8 @@ ports = [
     ),
     d.bargauge(
         "Broken or dropped packets",
-        f"Packets per second, for the {WORST} worst ports. Expected: none that last.",
+        "Packets per second that a port receives with errors or drops before sending, in the last five minutes. Shows "
+        f"the {WORST} ports with most. Expected: none that last.",
         worst(
             f"max by ({PORT}) (rate({m.INFINIBAND_RECEIVE_ERRORS_TOTAL}[5m])) + on ({PORT}) "
             f"max by ({PORT}) (rate({m.INFINIBAND_TRANSMIT_DISCARDS_TOTAL}[5m])) > 0"
@@ -175,21 +184,22 @@ ports = [
         unit="cps",
         thresholds=p.FEW,
         links=TO_NODE,
-        no_data="No packet was broken or dropped.",
+        no_data="No packet was broken or dropped in the last five minutes.",
     ),
     d.bargauge(
-        "Hottest transceivers",
-        f"Transceiver temperature of the {WORST} hottest ports. Expected: below {p.SETTINGS.transceiver_celsius:g} "
-        "degrees Celsius.",
+        "Hottest adapters and transceivers",
+        f"Temperature of the adapter or its transceiver, whichever is hotter, for the {WORST} hottest ports. "
+        f"Expected: transceivers below {p.SETTINGS.transceiver_celsius:g} degrees Celsius. This limit is not for "
+        "adapters.",
         worst(f"max by ({PORT}) ({m.INFINIBAND_TEMPERATURE_CELSIUS})"),
         unit="celsius",
         thresholds=[(None, "green"), (p.SETTINGS.transceiver_celsius, "red")],
         links=TO_NODE,
-        no_data="The driver reports no temperature.",
+        no_data="No adapter reports a temperature.",
     ),
     d.label_table(
         "Ports with problems",
-        "Ports that are inactive, missing, flapping or slow. Expected: no row.",
+        "Ports that are inactive, missing, flapping or slow, as counted above. Expected: no row.",
         chosen(
             f"{m.INFINIBAND_INFO} and on ({PORT}) ("
             f"{DOWN} or ({m.INFINIBAND_PORT_PRESENT} == 0) or "
@@ -214,7 +224,8 @@ ports = [
 leaves = [
     d.bargauge(
         "Ports down by leaf",
-        "Ports that were active and no longer are, by leaf switch. Expected: none. Many on one leaf point to the leaf.",
+        "Ports that were active before and are not active now, by leaf switch. Expected: none. Many on one leaf point "
+        "to that switch.",
         d.Query(
             f"topk({p.LINES}, sum by (leaf) (count by (host) ({p.with_host(DOWN)}) * on (host) group_left (leaf) "
             f"topk by (host) (1, max by (host, leaf) ({m.HOST_TOPOLOGY_INFO}))))",
@@ -229,7 +240,7 @@ leaves = [
     p.firing(
         f'ALERTS{{alertstate="firing", alertname=~"{p.ALERTS}", device!=""}} or '
         'ALERTS{alertstate="firing", alertname=~".*(Leaf|Rail|Roce).*"}',
-        "Firing alerts on ports, rails and leaves. Expected: none.",
+        "Firing alerts on ports, rails and leaf switches. Expected: none.",
         width=12,
     ),
 ]
@@ -237,7 +248,7 @@ leaves = [
 BOARD = d.dashboard(
     p.FABRIC,
     "Fabric",
-    "Rails, leaves, ports and their errors.",
+    "Rails, leaf switches and ports, and their errors.",
     [
         d.variable("host", "Node", f"label_values({r.HOST}, host)", everything=True),
         d.variable("run", "Run", f"label_values({r.RAIL}, run)", everything=True),

@@ -23,8 +23,8 @@ def of_runs(expr: str) -> str:
 now = [
     d.gauge(
         "MFU",
-        "Model FLOPs over the dense peak of all ranks whose run has an MFU. Expected: 35 to 45 % for large runs; "
-        "look into values below 20 %.",
+        "MFU of all runs that have one in the last five minutes, weighted by ranks. MFU is model FLOPs over dense "
+        "peak FLOPs, in steps only. Expected: 35 to 45 % for large runs. Look into values below 20 %.",
         d.Query(r.FLEET_MFU),
         unit="percentunit",
         top=1,
@@ -33,16 +33,23 @@ now = [
     ),
     d.gauge(
         "Goodput, one day",
-        "GPU time that advanced a model over GPU time held. Expected: 90 % or more; 96 % is the best in the field.",
+        "Productive GPU time over GPU time held in the last day, of all runs. Expected: 90 % or more. The best "
+        "published value is 96 %.",
         d.Query(r.FLEET_GOODPUT_1D),
         unit="percentunit",
         top=1,
         thresholds=p.SHARE,
     ),
-    d.stat("GPUs", "GPUs that answer. Expected: no unplanned step down.", d.Query(r.FLEET_GPUS), width=3, height=6),
+    d.stat(
+        "GPUs",
+        "Number of GPUs that answer. Expected: constant. An unplanned fall means lost GPUs or hosts.",
+        d.Query(r.FLEET_GPUS),
+        width=3,
+        height=6,
+    ),
     d.stat(
         "Allocated",
-        "Share of the GPUs that a rank, a pod, a job or a user has. Expected: high while runs wait.",
+        "Share of the GPUs that a rank, a pod, a job or a user has. Expected: near 100 % while runs are queued.",
         d.Query(f"{r.FLEET_ALLOCATED} / {r.FLEET_GPUS}"),
         unit="percentunit",
         width=3,
@@ -50,7 +57,8 @@ now = [
     ),
     d.stat(
         "Runs down",
-        "Runs that are neither alive nor closed. Expected: 0.",
+        "Runs whose last attempt failed or went silent, and that were neither restarted nor closed. Expected: 0. "
+        "Restart the run, or close it with `flopwatch ledger close`.",
         d.Query(
             f'count(max by (tenant, run) ({m.RUN_STATE}{{{TENANT}, state="down"}}) == 1) or vector(0)', instant=True
         ),
@@ -60,7 +68,8 @@ now = [
     ),
     d.stat(
         "Unhealthy hosts",
-        "Hosts whose own verdict is degraded or bad. Expected: 0. The table below has the reasons.",
+        "Hosts whose health verdict is degraded, unknown or bad. Expected: 0. The table of health problems has the "
+        "reasons.",
         d.Query(f"count({m.HOST_VERDICT_ID} > 0) or vector(0)", instant=True),
         thresholds=p.FEW,
         links=[d.link("Nodes", p.NODE)],
@@ -68,8 +77,9 @@ now = [
         height=6,
     ),
     d.stat(
-        "Lost in a day",
-        "Cost of the last day's GPU time that advanced no model. Expected: less than a tenth of the cost of all GPUs.",
+        "Cost of lost time, one day",
+        "Cost in US dollars of the last day's GPU time that was not productive, at the price per GPU-hour above. "
+        "Expected: less than a tenth of the cost of all GPU time held.",
         d.Query(f"sum(max by (tenant, run, bucket) ({HELD_1D}{{{TENANT}, {LOST}}})) * {COST}", instant=True),
         unit="currencyUSD",
         width=4,
@@ -80,8 +90,9 @@ now = [
 runs = [
     d.table(
         "Runs",
-        "One row per run, the largest first. Expected: goodput above 90 % and straggler below 10 %. Open the run "
-        "otherwise.",
+        "One row per run, the run with most GPUs first. Expected: goodput above 90 % and straggler 0 %. Otherwise "
+        "open the run. `Straggler` is the share of each step lost to a straggler. `Lost, 1 d` is the cost of the last "
+        "day's GPU time that was not productive.",
         [
             d.Column("GPUs", f"max by (run) ({m.RUN_GPUS}{LEDGER})"),
             d.Column("MFU", f"max by (run) ({r.RUN_MFU})", "percentunit", p.UTILIZATION),
@@ -113,7 +124,7 @@ runs = [
 time = [
     d.timeseries(
         "GPU time by bucket",
-        "GPUs in each bucket, over all runs. Expected: mostly productive.",
+        "Number of GPUs whose time is in each bucket, over all runs. Expected: mostly `productive`.",
         d.Query(
             f"sum by (bucket) (max by (tenant, run, bucket) (rate({m.RUN_GPU_SECONDS_TOTAL}{LEDGER}{p.RATE})))",
             "{{bucket}}",
@@ -123,22 +134,25 @@ time = [
     ),
     d.timeseries(
         "MFU of the largest runs",
-        f"MFU of the {p.LINES} runs with most GPUs. Expected: steady. A gap is a run that makes no steps.",
+        f"MFU of the {p.LINES} runs with most GPUs, mean of five minutes. Expected: steady. At a gap, the run makes "
+        "no steps or its MFU is unknown.",
         d.Query(of_runs(f"max by (run) ({r.RUN_MFU})"), "{{run}}"),
         unit="percentunit",
         links=[p.to_run(d.LABEL % "run")],
     ),
     d.timeseries(
-        "GPUs allocated and idle",
-        "GPUs that answer, with and without an owner. Expected: no idle GPUs while runs are queued.",
+        "Allocated and unallocated GPUs",
+        "GPUs that answer and that a rank, a pod, a job or a user has (allocated), or that have no such owner "
+        "(unallocated). Expected: no unallocated GPUs while runs are queued.",
         d.Query(r.FLEET_ALLOCATED, "allocated"),
-        d.Query(r.FLEET_IDLE, "idle"),
+        d.Query(r.FLEET_IDLE, "unallocated"),
         unit="none",
         stacked=True,
     ),
     d.state_timeline(
-        "Runs over time",
-        f"State of the {p.LINES} runs with most GPUs. Expected: green. Red is down, orange is queued.",
+        "State of the largest runs",
+        f"State of the {p.LINES} runs with most GPUs over time. Expected: running (green). Red is down, orange is "
+        "queued, blue is ended.",
         d.Query(
             of_runs(
                 f'max by (run) ({m.RUN_STATE}{{{TENANT}, state="running"}} + on (tenant, run) 2 * '
@@ -156,8 +170,8 @@ time = [
 losses = [
     d.bargauge(
         "GPU time lost, by cause",
-        "Cost in GPU time of ended attempts, slow stretches and stalls in the time shown, by cause. Expected: no "
-        "cause that dominates. `unknown` means that no evidence was found.",
+        "GPU time that incidents of all runs cost in the time shown, by cause. Incidents are ends of attempts, slow "
+        "stretches and stalls. Expected: no cause that dominates. `unknown` means that there was no evidence.",
         d.Query(
             "sort_desc(sum by (cause) (max by (tenant, run, kind, cause) "
             f"(increase({m.RUN_BADPUT_GPU_SECONDS_TOTAL}{LEDGER}[$__range]))) > 0)",
@@ -166,35 +180,35 @@ losses = [
         ),
         unit="s",
         width=12,
-        no_data="No loss was explained in this time; it takes five minutes.",
+        no_data="No incident was counted in the time shown. The ledger first collects evidence for five minutes.",
     ),
     d.stat(
         "GPU time to failure",
-        "GPU time of running per unplanned end, over the last 30 days. Divided by a run's GPUs it is its expected "
-        "time to failure. Expected: not falling.",
+        "GPU time of running per unplanned end of an attempt, over the last 30 days. Divided by the number of a run's "
+        "GPUs, it is the run's expected time to failure. Expected: not falling.",
         d.Query(r.FLEET_MTTF),
         unit="s",
         width=6,
         height=8,
-        no_data="No attempt ended unplanned.",
+        no_data="No attempt ended unplanned in the last 30 days.",
     ),
     d.stat(
         "Time to recovery",
-        "Time from an unplanned end to the first new step, mean of 30 days. Expected: a few minutes. Otherwise look "
-        "at scheduling, start-up and restore.",
+        "Mean time from the unplanned end of an attempt to the first step above the highest one completed before that "
+        "end, over 30 days. Expected: a few minutes. Otherwise look at scheduling, start-up and restore.",
         d.Query(r.FLEET_MTTR),
         unit="s",
         width=6,
         height=8,
-        no_data="No run had to recover.",
+        no_data="No recovery from an unplanned end in the last 30 days.",
     ),
 ]
 
 nodes = [
     d.table(
         "Lemons",
-        "Hosts that make runs fail, by the signs of the last seven days. Expected: below 3. Take others out and test "
-        "them.",
+        "Hosts that make runs fail again and again. The score counts unplanned ends, critical Xids, straggling ranks "
+        "and lost ports of the last seven days. Expected: below 3. Drain hosts with 3 or more and test them.",
         [
             d.Column(
                 "Score",
@@ -208,11 +222,11 @@ nodes = [
         sort="Score",
         links={"Node": [p.to_node(d.FIELD % "Node")]},
         width=8,
-        no_data="No host has a sign.",
+        no_data="No host had a sign of failure in the last seven days.",
     ),
     d.label_table(
         "Health problems",
-        "Reasons of each unhealthy host, and what to do (docs/check.md). Expected: no row.",
+        "Reasons why a host is unhealthy, and what to do. Expected: no row. docs/check.md explains the reasons.",
         p.with_host(NOT_OK),
         labels={"host": "Node", "verdict": "Verdict", "reason": "Reason", "part": "Part", "action": "What to do"},
         links={"Node": [p.to_node(d.FIELD % "Node")]},
@@ -222,14 +236,14 @@ nodes = [
     ),
     p.firing(
         f'ALERTS{{alertstate="firing", alertname=~"{p.ALERTS}", alertname!="FlopwatchWatchdog"}}',
-        "Firing alerts on all runs and hosts. Expected: none that is critical.",
+        "Firing alerts on all runs and hosts. Expected: no critical alert.",
     ),
 ]
 
 BOARD = d.dashboard(
     p.FLEET,
     "Fleet",
-    "Allocated and idle, MFU, goodput and money of all runs, and the nodes that cost them.",
+    "MFU, goodput and cost of all runs, the GPUs in use, and the hosts that need attention.",
     [p.tenant, p.price],
-    {"Now": now, "Each run": runs, "Time": time, "Losses": losses, "Nodes and alerts": nodes},
+    {"Now": now, "Each run": runs, "Over time": time, "Losses": losses, "Hosts and alerts": nodes},
 )

@@ -23,7 +23,7 @@ def rate(metric: object, labels: str = "") -> str:
 owner = [
     d.label_table(
         "GPU",
-        "Model, address and versions of the GPU. Expected: the same driver and firmware as its neighbours.",
+        "Model, PCI address and versions of the GPU. Expected: the same driver and VBIOS as the host's other GPUs.",
         f"{m.GPU_INFO}{ONE}",
         labels={
             "host": "Node",
@@ -41,7 +41,8 @@ owner = [
     ),
     d.label_table(
         "Owner",
-        "Pod, job or user that has the GPU. Expected: an owner while runs wait, and none whose job is over.",
+        "Pod, job or user that has the GPU, and the source of this information. Expected: an owner while runs are "
+        "queued, and none whose job is over.",
         f"{m.GPU_OWNER_INFO}{ONE}",
         labels={
             "owner_namespace": "Namespace",
@@ -55,7 +56,7 @@ owner = [
     ),
     d.label_table(
         "Ranks",
-        "Ranks that run on the GPU. Expected: one run.",
+        "Ranks that run on the GPU. Expected: ranks of one run only.",
         f"{m.TRAINING_RANK_INFO}{ONE}",
         labels={"run": "Run", "rank": "Rank"},
         links={"Run": [p.to_run(d.FIELD % "Run")]},
@@ -64,21 +65,24 @@ owner = [
     ),
     d.stat(
         "Answers",
-        "Whether the GPU answers. Expected: yes. Otherwise it fell off the bus, or its driver hangs.",
+        "Whether the GPU answers. Expected: yes. Otherwise it fell off the bus or needs a reset. Drain the host and "
+        "reboot it.",
         d.Query(of(m.GPU_PRESENT)),
         mappings={0: ("no", "red"), 1: ("yes", "green")},
         width=4,
     ),
     d.stat(
-        "Rows to remap",
-        "Whether memory rows wait to be remapped. Expected: no. Otherwise reset the GPU.",
+        "Row remap pending",
+        "Whether memory rows wait to be remapped at the next reset. Expected: no. Otherwise drain the host and reset "
+        "the GPU.",
         d.Query(of(m.GPU_ROW_REMAP_PENDING)),
         mappings=p.ONE_IS_BAD,
         width=4,
     ),
     d.stat(
         "Recovery action",
-        "What the driver asks for. Expected: nothing.",
+        "Action that the driver requests for the GPU. Expected: nothing. Otherwise drain the host and do what it "
+        "requests.",
         d.Query(of(m.GPU_RECOVERY_ACTION_ID)),
         mappings={
             0: ("nothing", "green"),
@@ -94,22 +98,23 @@ owner = [
     ),
     d.stat(
         "Uncorrected errors",
-        "Uncorrectable memory errors since the driver was loaded. Expected: 0.",
+        "Uncorrected memory errors since the driver was loaded. Expected: 0. Each can end a job. Drain the host and "
+        "reset the GPU.",
         d.Query(f'max(max by (instance) ({m.GPU_ECC_ERRORS_TOTAL}{{{CARD}, error="uncorrected"}}))'),
         thresholds=p.ERRORS,
         width=4,
     ),
     d.stat(
         "PCIe lanes",
-        "PCIe lanes in use over those possible. Expected: 100 %. Otherwise reseat the GPU.",
+        "PCIe lanes in use over the lanes that GPU and slot support. Expected: 100 %. Otherwise reseat the GPU.",
         d.Query(f"{of(m.GPU_PCIE_WIDTH_LANES)} / {of(m.GPU_PCIE_WIDTH_MAX_LANES)}"),
         unit="percentunit",
         thresholds=[(None, "red"), (1, "green")],
         width=4,
     ),
     d.stat(
-        "NVLinks active",
-        "Active NVLinks of the GPU. Expected: as many as its neighbours have.",
+        "Active NVLinks",
+        "Number of active NVLinks of the GPU. Expected: as many as the host's other GPUs have.",
         d.Query(f'max(max by (instance) ({m.NVLINK_LINKS}{{{CARD}, state="active"}}))'),
         width=4,
     ),
@@ -118,8 +123,9 @@ owner = [
 work = [
     d.timeseries(
         "Activity",
-        "Share of time in which each part worked. Expected: tensor cores well above 0. With 100 % utilisation and "
-        "idle tensor cores a kernel waits, for instance in a collective. GPUs before Hopper have only utilisation.",
+        "Share of time in which a kernel ran (utilisation), and in which each part of the GPU worked. Expected: "
+        "tensor cores well above 0. At 100 % utilisation with idle tensor cores a kernel waits, for instance in a "
+        "collective. Before Hopper, only utilisation is available without DCGM.",
         d.Query(of(m.GPU_UTILIZATION_RATIO), "utilisation"),
         d.Query(rate(m.GPU_SM_ACTIVE_SECONDS_TOTAL), "SMs"),
         d.Query(rate(m.GPU_TENSOR_ACTIVE_SECONDS_TOTAL), "tensor cores"),
@@ -129,7 +135,8 @@ work = [
     ),
     d.timeseries(
         "Clocks",
-        "Clock frequencies. Expected: the maximum under load, unless a reason is shown below.",
+        "SM clock and its maximum, and memory clock. Expected: the SM clock at its maximum under load, unless the GPU "
+        "is throttled.",
         d.Query(of(m.GPU_SM_CLOCK_HERTZ), "SM"),
         d.Query(of(m.GPU_SM_CLOCK_MAX_HERTZ), "SM, maximum"),
         d.Query(of(m.GPU_MEMORY_CLOCK_HERTZ), "memory"),
@@ -137,15 +144,17 @@ work = [
     ),
     d.timeseries(
         "Power",
-        "Power drawn, and its limits. Expected: like its neighbours under the same load, with the default limit.",
+        "Power drawn, the limit in force and the board's default limit. Expected: the default limit, and the same "
+        "power as the host's other GPUs under the same load.",
         d.Query(of(m.GPU_POWER_WATTS), "drawn"),
         d.Query(of(m.GPU_POWER_LIMIT_WATTS), "limit"),
-        d.Query(of(m.GPU_POWER_LIMIT_DEFAULT_WATTS), "limit of the model"),
+        d.Query(of(m.GPU_POWER_LIMIT_DEFAULT_WATTS), "default limit"),
         unit="watt",
     ),
     d.timeseries(
         "Temperature",
-        "Temperature, and where limits act. Expected: well below the slowdown limit.",
+        "Temperature of the GPU and its memory, and of the limits that act on them. Expected: well below the slowdown "
+        "limit. GPUs since Ada do not report limits as temperatures.",
         d.Query(of(m.GPU_TEMPERATURE_CELSIUS), "GPU"),
         d.Query(of(m.GPU_MEMORY_TEMPERATURE_CELSIUS), "memory"),
         d.Query(of(m.GPU_TEMPERATURE_LIMIT_CELSIUS, "limit"), "{{limit}}"),
@@ -153,15 +162,15 @@ work = [
     ),
     d.timeseries(
         "Throttling by reason",
-        "Share of time the clock was throttled, by reason. Expected: none, except sw_power_cap at full load.",
+        "Share of time in which the clock was throttled, by reason. Expected: none, except sw_power_cap at full load.",
         d.Query(f"{rate(m.GPU_CLOCK_EVENT_SECONDS_TOTAL, 'reason')} > 0", "{{reason}}"),
         unit="percentunit",
         top=1,
-        no_data="The GPU was not throttled.",
+        no_data="The GPU was not throttled in the time shown.",
     ),
     d.timeseries(
         "Memory",
-        "Device memory in use. Expected: below the total, or the next allocation fails.",
+        "Device memory allocated, and the total. Expected: below the total. If it is full, the next allocation fails.",
         d.Query(of(m.GPU_MEMORY_USED_BYTES), "used"),
         d.Query(of(m.GPU_MEMORY_TOTAL_BYTES), "total"),
         unit="bytes",
@@ -171,28 +180,31 @@ work = [
 links = [
     d.timeseries(
         "NVLink traffic",
-        "Bytes per second over NVLink. Expected: like its neighbours in the same job.",
+        "Bytes per second that the GPU sends and receives over NVLink. Expected: the same as on the host's other GPUs "
+        "in the same job.",
         d.Query(rate(m.NVLINK_TRANSMIT_BYTES_TOTAL), "sends"),
         d.Query(rate(m.NVLINK_RECEIVE_BYTES_TOTAL), "receives"),
         unit="Bps",
     ),
     d.timeseries(
         "PCIe traffic",
-        "Bytes per second over PCIe. Expected: low where data should go over NVLink.",
+        "Bytes per second that the GPU sends and receives over PCIe. Expected: low if the GPUs exchange data over "
+        "NVLink.",
         d.Query(rate(m.GPU_PCIE_TRANSMIT_BYTES_TOTAL), "sends"),
         d.Query(rate(m.GPU_PCIE_RECEIVE_BYTES_TOTAL), "receives"),
         unit="Bps",
     ),
     d.timeseries(
         "Link errors",
-        "NVLink errors and PCIe replays per second. Expected: none that last.",
+        "NVLink errors by kind, and PCIe packets retransmitted (replays), per second. Expected: none that last.",
         d.Query(rate(m.NVLINK_ERRORS_TOTAL, "error"), "NVLink {{error}}"),
         d.Query(rate(m.GPU_PCIE_REPLAYS_TOTAL), "PCIe replays"),
         unit="cps",
     ),
     d.timeseries(
         "Memory errors",
-        "Memory errors since the driver was loaded. Expected: flat. A step in uncorrected errors ends a job.",
+        "Memory errors since the driver was loaded, and memory rows remapped over the life of the board. Expected: "
+        "flat. A new uncorrected error can end a job.",
         d.Query(of(m.GPU_ECC_ERRORS_TOTAL, "error"), "{{error}}"),
         d.Query(of(m.GPU_REMAPPED_ROWS_TOTAL, "error"), "rows remapped: {{error}}"),
         unit="none",
@@ -200,7 +212,8 @@ links = [
     ),
     d.timeseries(
         "Xids",
-        "Xid errors by code. Expected: flat; the level is history. Meanings: docs/xid.md.",
+        "Number of Xid errors by code, since the host was first monitored. Expected: flat. Only a rise is a new "
+        "error. docs/xid.md explains the codes.",
         d.Query(f"{of(m.GPU_XID_ERRORS_TOTAL, 'xid')} > 0", "Xid {{xid}}"),
         unit="none",
         width=12,
@@ -211,8 +224,8 @@ links = [
 BOARD = d.dashboard(
     p.GPU,
     "GPU",
-    "One card: its state and its owner",
+    "One GPU: its owner, its state, its work and its errors.",
     [p.host, d.variable("uuid", "GPU", f'label_values({m.GPU_INFO}{{host="$host"}}, uuid)')],
-    {"What it is": owner, "Work": work, "Links and errors": links},
+    {"Identity and state": owner, "Work": work, "Links and errors": links},
     [d.annotation("Alerts", f'ALERTS{{alertstate="firing", {CARD}}}', "{{alertname}}", "red", "{{severity}}")],
 )

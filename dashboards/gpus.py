@@ -29,32 +29,44 @@ def worst(per_card: str, take: str = "topk") -> d.Query:
 
 
 now = [
-    d.stat("GPUs that answer", "GPUs that answer. Expected: no unplanned step down.", d.Query(r.FLEET_GPUS), width=4),
+    d.stat(
+        "GPUs that answer",
+        "Number of GPUs that answer. Expected: constant. An unplanned fall means lost GPUs or hosts.",
+        d.Query(r.FLEET_GPUS),
+        width=4,
+    ),
     d.stat(
         "Missing GPUs",
-        "Known GPUs that do not answer. Expected: 0.",
+        "GPUs in the inventory of a host that do not answer. Expected: 0. The table of faults lists them.",
         d.Query(f"count({m.GPU_PRESENT} == 0) or vector(0)", instant=True),
         thresholds=p.ERRORS,
         width=4,
     ),
-    d.stat("Idle GPUs", "GPUs without an owner. Expected: few while runs are queued.", d.Query(r.FLEET_IDLE), width=4),
+    d.stat(
+        "Unallocated GPUs",
+        "GPUs that answer and that no rank, pod, job or user has. Expected: few while runs are queued.",
+        d.Query(r.FLEET_IDLE),
+        width=4,
+    ),
     d.stat(
         "Recovery needed",
-        "GPUs whose driver asks for a reset, a reboot or a drain. Expected: 0.",
+        "GPUs whose driver requests an action, such as a reset, a reboot or a drain. Expected: 0. The table of faults "
+        "lists them.",
         d.Query(f"count({m.GPU_RECOVERY_ACTION_ID} > 0) or vector(0)", instant=True),
         thresholds=p.FEW,
         width=4,
     ),
     d.stat(
         "Power",
-        "Power of all GPUs. Expected: no unexplained fall, which is work that stopped.",
+        "Power of all GPUs in total. Expected: steady. An unexplained fall means that work stopped.",
         d.Query(f"sum(max by (uuid) ({m.GPU_POWER_WATTS}))", instant=True),
         unit="watt",
         width=4,
     ),
     d.stat(
         "Critical Xids, one hour",
-        "GPUs with a critical or fatal Xid in the last hour. Expected: 0.",
+        "Number of GPUs with a critical or fatal Xid in the last hour. Expected: 0. docs/xid.md has the action for "
+        "each code.",
         d.Query(
             "count(count by (uuid) (time() - max by (uuid, xid, instance) "
             f"({m.GPU_XID_LAST_TIMESTAMP_SECONDS}) < 3600 and on (instance, xid) {m.GPU_XID_INFO}"
@@ -69,8 +81,9 @@ now = [
 cards = [
     d.table(
         "GPUs that need attention",
-        "GPUs that are missing or need recovery, or had uncorrected errors, rows to remap or Xids. Expected: no row. "
-        "What to do: docs/check.md.",
+        "GPUs that do not answer, need a recovery action, or have a pending or failed row remap. The table also lists "
+        "GPUs with uncorrected memory errors or Xids in the last day. Expected: an empty table. docs/check.md "
+        "explains what to do.",
         [
             d.Column(
                 "Card",
@@ -100,7 +113,7 @@ cards = [
                 "none",
                 p.ERRORS,
             ),
-            d.Column("Rows to remap", f"max by (uuid) ({m.GPU_ROW_REMAP_PENDING} > 0)", mappings=p.ONE_IS_BAD),
+            d.Column("Remap pending", f"max by (uuid) ({m.GPU_ROW_REMAP_PENDING} > 0)", mappings=p.ONE_IS_BAD),
             d.Column("Remap failed", f"max by (uuid) ({m.GPU_ROW_REMAP_FAILURE} > 0)", mappings=p.ONE_IS_BAD),
             d.Column("Xids, 1 d", f"sum by (uuid) (increase({m.GPU_XID_ERRORS_TOTAL}[1d])) > 0", "none", p.ERRORS),
         ],
@@ -114,8 +127,8 @@ cards = [
 
 tops = [
     d.bargauge(
-        "Hottest",
-        f"Temperature of the {p.LINES} hottest GPUs. Expected: no outlier. Each GPU has its own limit.",
+        "Hottest GPUs",
+        f"Temperature of the {p.LINES} hottest GPUs now. Expected: no outlier. Each GPU model has its own limit.",
         worst(str(m.GPU_TEMPERATURE_CELSIUS)),
         unit="celsius",
         thresholds=p.HOT,
@@ -123,50 +136,53 @@ tops = [
         height=10,
     ),
     d.bargauge(
-        "Throttled",
-        "Share of the last five minutes in which the clock was throttled by anything but a power cap, for the "
-        f"{p.LINES} worst GPUs. Expected: none. Thermal and hardware reasons point to a fan, a heat sink or a power "
-        "supply.",
+        "Most throttled GPUs",
+        f"Share of the last five minutes in which the clock was throttled, for the {p.LINES} GPUs with most. A power "
+        "cap (sw_power_cap) does not count. Expected: none. Thermal and hardware reasons point to a fan, a heat sink "
+        "or a power supply.",
         worst(f"max by (uuid, instance) (rate({m.GPU_CLOCK_EVENT_SECONDS_TOTAL}{{{p.HELD}}}[5m])) > 0"),
         unit="percentunit",
         thresholds=p.HELD_BACK,
         links=TO_GPU,
         height=10,
-        no_data="No GPU was throttled.",
+        no_data="No GPU was throttled in the last five minutes.",
     ),
     d.bargauge(
-        "Slowest under load",
-        f"SM clock of the {p.LINES} slowest busy GPUs. Expected: no outlier of its model.",
+        "Lowest SM clocks under load",
+        f"SM clock of the {p.LINES} GPUs with the lowest clocks, of those with a utilisation above 50 %. Expected: "
+        "GPUs of the same model alike.",
         worst(f"{m.GPU_SM_CLOCK_HERTZ} and on (instance, uuid) {m.GPU_UTILIZATION_RATIO} > 0.5", "bottomk"),
         unit="hertz",
         links=TO_GPU,
         height=10,
-        no_data="No GPU is busy.",
+        no_data="No GPU has a utilisation above 50 %.",
     ),
     d.bargauge(
         "Corrected memory errors, one day",
-        f"Corrected memory errors of the {p.LINES} worst GPUs. Expected: few. Thousands lead to remapped rows or "
-        "failure.",
+        f"Corrected memory errors in the last day, for the {p.LINES} GPUs with most. Expected: few. Thousands can "
+        "lead to remapped rows or failure.",
         worst(f'increase({m.GPU_ECC_ERRORS_TOTAL}{{error="corrected"}}[1d]) > 0'),
         unit="none",
         thresholds=p.FEW,
         links=TO_GPU,
         height=10,
-        no_data="No corrected memory errors.",
+        no_data="No corrected memory errors in the last day.",
     ),
     d.bargauge(
         "PCIe replays, one hour",
-        f"PCIe replays of the {p.LINES} worst GPUs. Expected: few. Otherwise check slot, riser or cable.",
+        f"PCIe packets retransmitted in the last hour, for the {p.LINES} GPUs with most. Expected: few. Otherwise "
+        "check slot, riser or cable.",
         worst(f"increase({m.GPU_PCIE_REPLAYS_TOTAL}[1h]) > 0"),
         unit="none",
         thresholds=p.FEW,
         links=TO_GPU,
         height=10,
-        no_data="No PCIe replays.",
+        no_data="No PCIe replays in the last hour.",
     ),
     d.bargauge(
-        "Allocated and idle",
-        "GPUs with an owner that were idle for half an hour, by owner. Expected: no row that lasts for hours.",
+        "Allocated but unused GPUs",
+        "Number of allocated GPUs with a utilisation below 1 % during the last half an hour, by host and owner. "
+        "Expected: none that last for hours. Ask the owner, or cancel the job.",
         d.Query(
             f"topk({p.LINES}, count by (host, owner_namespace, owner_pod, owner_job, owner_user) ("
             f'{m.GPU_OWNER_INFO}{{source!~"none|unknown"}} and on (uuid) '
@@ -178,21 +194,21 @@ tops = [
         thresholds=p.FEW,
         links=[p.to_node(d.LABEL % "host")],
         height=10,
-        no_data="All allocated GPUs are in use.",
+        no_data="All allocated GPUs were used in the last half an hour.",
     ),
 ]
 
 kinds = [
     d.bargauge(
-        "Models",
-        "GPUs by model. Expected: only models that belong here.",
+        "GPU models",
+        "Number of GPUs by model. Expected: only models that belong to the cluster.",
         d.Query(f"sort_desc(count by (model) (max by (uuid, model) ({m.GPU_INFO})))", "{{model}}", instant=True),
         unit="none",
         width=8,
     ),
     d.bargauge(
         "Driver versions",
-        "GPUs by driver version. Expected: one version. Several are an upgrade that stopped half way.",
+        "Number of GPUs by driver version. Expected: one version. Several mean an upgrade that is not finished.",
         d.Query(
             f"sort_desc(count by (driver_version) (max by (uuid, driver_version) ({m.GPU_INFO})))",
             "{{driver_version}}",
@@ -202,8 +218,8 @@ kinds = [
         width=8,
     ),
     d.bargauge(
-        "Firmware versions",
-        "GPUs by model and VBIOS version. Expected: one version per model.",
+        "VBIOS versions",
+        "Number of GPUs by model and VBIOS version. Expected: one version per model.",
         d.Query(
             f"topk({p.LINES}, count by (model, vbios_version) (max by (uuid, model, vbios_version) ({m.GPU_INFO})))",
             "{{model}} {{vbios_version}}",
@@ -217,7 +233,7 @@ kinds = [
 BOARD = d.dashboard(
     p.GPUS,
     "GPU fleet",
-    "Which of all cards is hot, slow, faulty or idle.",
+    "Which of all GPUs are hot, slow, faulty or unused.",
     [],
-    {"Now": now, "Faults": cards, "The worst": tops, "What there is": kinds},
+    {"Now": now, "Faults": cards, "Worst GPUs": tops, "Models and versions": kinds},
 )

@@ -16,20 +16,21 @@ SOURCE = '{collector=~"$source"}'
 now = [
     d.stat(
         "Exporters up",
-        "Exporters that answer. Expected: one per host.",
+        "Number of exporters that answer Prometheus. Expected: one per host.",
         d.Query(f"count({EXPORTERS} == 1)", instant=True),
         width=4,
     ),
     d.stat(
         "Exporters down",
-        "Exporters of the last hour that do not answer. Expected: 0.",
+        "Exporters that answered within the last hour and do not answer now. Expected: 0. Otherwise check the host "
+        "and the exporter on it. After an hour, an exporter no longer counts.",
         d.Query(f"count({EXPORTERS} == 0) or vector(0)", instant=True),
         thresholds=p.ERRORS,
         width=4,
     ),
     d.stat(
         "Failing collectors",
-        "Collectors of all exporters whose last read failed. Expected: 0.",
+        "Collectors of all exporters whose last read failed. Expected: 0. The table of collectors lists them.",
         d.Query(
             f"count({m.FLOPWATCH_COLLECTOR_SUCCESS} == 0 and on (instance, collector) "
             f"{m.FLOPWATCH_COLLECTOR_SUPPORTED} == 1) or vector(0)",
@@ -40,22 +41,23 @@ now = [
     ),
     d.stat(
         "Runs without MFU",
-        "Runs with a rank whose MFU is unknown. Expected: 0. The table has the reasons.",
+        "Runs with a rank whose MFU is unknown. Expected: 0. The table by reason lists them.",
         d.Query(f"count(max by (run) ({m.TRAINING_MFU_UNAVAILABLE} == 1)) or vector(0)", instant=True),
         thresholds=p.FEW,
         width=4,
     ),
     d.stat(
         "Failing rules",
-        "Rule evaluations that failed in the last five minutes. Expected: 0.",
+        "Rule evaluations that failed in the last five minutes. Expected: 0. The log of Prometheus has the errors.",
         d.Query("sum(increase(prometheus_rule_evaluation_failures_total[5m]))", instant=True),
         thresholds=p.ERRORS,
         width=4,
-        no_data="Prometheus does not scrape itself.",
+        no_data="Prometheus does not scrape its own metrics.",
     ),
     d.stat(
         "Watchdog",
-        "The alert that always fires, to prove that alerts arrive. Expected: fires.",
+        "Whether FlopwatchWatchdog fires, the alert that always fires to prove that alerts are delivered. Expected: "
+        "fires. Otherwise Prometheus does not evaluate the rules.",
         d.Query('count(ALERTS{alertname="FlopwatchWatchdog", alertstate="firing"}) or vector(0)', instant=True),
         mappings={0: ("no", "red"), 1: ("fires", "green")},
         width=4,
@@ -65,8 +67,8 @@ now = [
 sources = [
     d.bargauge(
         "Slowest reads",
-        f"Duration of the last read, for the {SLOWEST} slowest collectors. Expected: well below 2.5 s, the deadline. "
-        "Near it a driver hangs.",
+        f"Duration of the last read, for the {SLOWEST} slowest collectors. Expected: well below the deadline, 2.5 s "
+        "by default. A read near the deadline usually waits for a driver that is slow or hangs.",
         d.Query(
             p.with_host(f"topk({SLOWEST}, {m.FLOPWATCH_COLLECTOR_DURATION_SECONDS}{SOURCE})"),
             "{{host}} {{collector}}",
@@ -79,7 +81,7 @@ sources = [
     ),
     d.timeseries(
         "Failed reads",
-        "Failed reads per second on all hosts, by collector and reason. Expected: none that last. `blind` is lost "
+        "Failed reads per second on all hosts, by collector and reason. Expected: none that last. `blind` means lost "
         "access, not broken hardware.",
         d.Query(
             f"sum by (collector, reason) (rate({m.FLOPWATCH_COLLECTOR_FAILURES_TOTAL}{SOURCE}{p.RATE})) > 0",
@@ -87,16 +89,17 @@ sources = [
         ),
         unit="cps",
         width=12,
-        no_data="No read failed.",
+        no_data="No read failed in the time shown.",
     ),
     d.label_table(
         "Collectors that fail now",
-        "Host and collector of each failing read. Expected: no row.",
+        "Collectors whose last read failed, with their host. Expected: no row. Otherwise run `flopwatch doctor` on "
+        "the host.",
         p.with_host(
             f"({m.FLOPWATCH_COLLECTOR_SUCCESS}{SOURCE} == 0 and on (instance, collector) "
             f"{m.FLOPWATCH_COLLECTOR_SUPPORTED} == 1)"
         ),
-        labels={"host": "Node", "collector": "Source"},
+        labels={"host": "Node", "collector": "Collector"},
         links={"Node": [p.to_node(d.FIELD % "Node")]},
         width=8,
         height=8,
@@ -104,7 +107,8 @@ sources = [
     ),
     d.label_table(
         "Runs without MFU, by reason",
-        "Reasons are explained in docs/metrics.md. Expected: no row.",
+        "Runs with a rank whose MFU is unknown, and the reason. Expected: no row. The runbook TrainingMfuUnavailable "
+        "explains the reasons.",
         f"count by (run, reason) ({m.TRAINING_MFU_UNAVAILABLE} == 1)",
         labels={"run": "Run", "reason": "Reason"},
         links={"Run": [p.to_run(d.FIELD % "Run")]},
@@ -114,30 +118,31 @@ sources = [
     ),
     d.timeseries(
         "Reader restarts",
-        "Reader processes replaced per second, by reason. Expected: none that last. `memory` is a leak in a driver, "
-        "`hung` a driver that does not answer.",
+        "Reader processes of collectors that were replaced, per second, by reason. Expected: none that last. `memory` "
+        "means a leak in a driver, `hung` a driver that does not answer.",
         d.Query(
             f"sum by (collector, reason) (rate({m.FLOPWATCH_COLLECTOR_RESTARTS_TOTAL}{SOURCE}{p.RATE})) > 0",
             "{{collector}} {{reason}}",
         ),
         unit="cps",
         width=8,
-        no_data="No reader was replaced.",
+        no_data="No reader process was replaced in the time shown.",
     ),
 ]
 
 flow = [
     d.timeseries(
         "Pushes by outcome",
-        "Pushes per second from training processes, by outcome. Expected: accepted only. Outcomes are explained in "
-        "docs/metrics.md.",
+        "Pushes per second from training processes to exporters, by outcome. Expected: only `accepted`. "
+        "docs/metrics.md explains the outcomes.",
         d.Query(f"sum by (outcome) (rate({m.FLOPWATCH_OTLP_PUSHES_TOTAL}{p.RATE}))", "{{outcome}}"),
         unit="cps",
     ),
     d.timeseries(
         "Records to the ledger",
-        "Records per second, by outcome. Expected: sent and accepted. Failed records are sent again, refused ones "
-        "are lost.",
+        "Records per second that exporters send (`sent`), and requests per second that the ledger receives "
+        "(`received`), by outcome. Expected: only outcomes `sent` and `accepted`. Failed records are sent again, "
+        "refused records are lost.",
         d.Query(f"sum by (outcome) (rate({m.FLOPWATCH_LEDGER_RECORDS_SENT_TOTAL}{p.RATE}))", "sent: {{outcome}}"),
         d.Query(f"sum by (outcome) (rate({m.FLOPWATCH_LEDGER_REQUESTS_TOTAL}{p.RATE}))", "received: {{outcome}}"),
         unit="cps",
@@ -145,25 +150,29 @@ flow = [
     ),
     d.timeseries(
         "Dropped samples",
-        "Samples per second dropped for the series budget, or as duplicates of another collector. Expected: none.",
+        "Samples per second that exporters drop, because a budget of series is full or another collector has the same "
+        "series. Expected: none.",
         d.Query(f"sum by (budget) (rate({m.FLOPWATCH_SERIES_DROPPED_TOTAL}{p.RATE})) > 0", "budget {{budget}}"),
-        d.Query(f"sum by (collector) (rate({m.FLOPWATCH_SERIES_DUPLICATE_TOTAL}{p.RATE})) > 0", "twice: {{collector}}"),
+        d.Query(
+            f"sum by (collector) (rate({m.FLOPWATCH_SERIES_DUPLICATE_TOTAL}{p.RATE})) > 0", "duplicate: {{collector}}"
+        ),
         unit="cps",
-        no_data="No sample was dropped.",
+        no_data="No sample was dropped in the time shown.",
     ),
     d.timeseries(
         "Errors in hooks",
-        "Errors per second in training hooks, by run. Expected: none. The hook logs each kind once in the job's log.",
+        "Errors per second that the training hook caught, by run. Expected: none. The hook logs each kind of error "
+        "once in the job's log.",
         d.Query(f"topk({p.LINES}, sum by (run) (rate({m.TRAINING_HOOK_ERRORS_TOTAL}{p.RATE})) > 0)", "{{run}}"),
         unit="cps",
         links=[p.to_run(d.LABEL % "run")],
         width=12,
-        no_data="No hook had an error.",
+        no_data="No hook had an error in the time shown.",
     ),
     d.timeseries(
         "Kernel log lines lost",
-        "Kernel log records per second that were overwritten unread, on all hosts. Expected: none. An Xid may be "
-        "among them.",
+        "Kernel log records per second that were overwritten before exporters read them, on all hosts. Expected: "
+        "none. An Xid may be among them.",
         d.Query(f"sum(rate({m.FLOPWATCH_KERNEL_LOG_LOST_TOTAL}{p.RATE}))", "lost"),
         unit="cps",
         width=12,
@@ -173,15 +182,16 @@ flow = [
 
 rest = [
     d.bargauge(
-        "Versions",
-        "Exporters by version. Expected: one version. Several are an upgrade that stopped half way.",
+        "Exporter versions",
+        "Number of exporters by version. Expected: one version. Several mean an upgrade that is not finished.",
         d.Query(f"sort_desc(count by (version) ({m.FLOPWATCH_BUILD_INFO}))", "{{version}}", instant=True),
         unit="none",
         width=8,
     ),
     d.label_table(
         "Released drivers",
-        "Hosts whose exporter released the driver on request. Expected: no row after the work is done.",
+        "Hosts whose exporter closed the driver on request, so that a GPU can be reset or the driver replaced. "
+        "Expected: no row after that work.",
         p.with_host(f"({m.FLOPWATCH_DRIVER_RELEASED} == 1)"),
         labels={"host": "Node"},
         links={"Node": [p.to_node(d.FIELD % "Node")]},
@@ -199,7 +209,7 @@ rest = [
 BOARD = d.dashboard(
     p.MONITOR,
     "Monitor itself",
-    "Is what the other dashboards show true and new?",
-    [d.variable("source", "Source", f"label_values({m.FLOPWATCH_COLLECTOR_SUCCESS}, collector)", everything=True)],
-    {"Now": now, "Sources": sources, "Flow": flow, "The rest": rest},
+    "Are the values of the other dashboards correct and current?",
+    [d.variable("source", "Collector", f"label_values({m.FLOPWATCH_COLLECTOR_SUCCESS}, collector)", everything=True)],
+    {"Now": now, "Collectors": sources, "Pushes, records and samples": flow, "Versions, drivers and alerts": rest},
 )

@@ -31,7 +31,8 @@ TO_GPU = [d.link("GPU", p.GPU, host="$host")]
 verdict = [
     d.stat(
         "Verdict",
-        "The host's own verdict: is it fit for training? Expected: ok. Reasons are in the table next to it.",
+        "Whether the host is fit for training: ok, degraded (also if unknown) or bad. Expected: ok. The table of "
+        "health problems has the reasons.",
         d.Query(f"max({here(str(m.HOST_VERDICT_ID))})"),
         mappings=p.VERDICT,
         width=3,
@@ -39,7 +40,9 @@ verdict = [
     ),
     d.stat(
         "Lemon score",
-        "Signs of the last seven days that the host makes runs fail. Expected: below 3.",
+        "Number of signs in the last seven days that the host makes runs fail again and again. Signs are unplanned "
+        "ends, critical Xids, straggling ranks and lost ports. Expected: below 3. Drain a host with 3 or more and "
+        "test it.",
         d.Query(f"max({r.LEMON}{{{NODE}}}) or vector(0)", instant=True),
         thresholds=[(None, "green"), (1, "orange"), (3, "red")],
         width=3,
@@ -47,7 +50,8 @@ verdict = [
     ),
     d.stat(
         "Maintenance",
-        "Time until the host's alerts are sent again. Expected: 0 after the work is done.",
+        "Time until the host's maintenance ends. Its alerts are held back until then. Expected: 0 after the work is "
+        "done.",
         d.Query(f"max({m.HOST_MAINTENANCE_UNTIL_TIMESTAMP_SECONDS}{{{NODE}}} - time()) > 0 or vector(0)", instant=True),
         unit="s",
         width=3,
@@ -55,7 +59,7 @@ verdict = [
     ),
     d.label_table(
         "Health problems",
-        "Why the host is not ok, and what to do (docs/check.md). Expected: no row.",
+        "Reasons why the host is unhealthy, and what to do. Expected: no row. docs/check.md explains the reasons.",
         here(str(m.HOST_VERDICT_REASON)),
         labels={"verdict": "Verdict", "reason": "Reason", "part": "Part", "action": "What to do"},
         width=9,
@@ -64,20 +68,21 @@ verdict = [
     ),
     d.label_table(
         "Location",
-        "Rack, leaf switch and NVLink domain of the host. Expected: a row.",
+        "Rack, leaf switch and NVLink domain of the host. Expected: one row.",
         f"{m.HOST_TOPOLOGY_INFO}{{{NODE}}}",
         labels={"rack": "Rack", "leaf": "Leaf", "domain": "NVLink domain"},
         links={"Rack": [d.link("Rack", p.RACK, rack=d.FIELD % "Rack")]},
         width=6,
         height=5,
-        no_data="The topology of the host is unknown.",
+        no_data="The topology of the host is unknown (docs/identity.md).",
     ),
 ]
 
 cards = [
     d.table(
         "GPUs",
-        "One row per GPU. Expected: no outlier.",
+        "One row per GPU of the host. Expected: GPUs of the same job alike. `Tensor cores` and `Throttled` are shares "
+        "of the last five minutes. A power cap (sw_power_cap) does not count as throttled.",
         [
             d.Column("Card", f"max by (gpu, uuid, model) ({m.GPU_INFO}{{{NODE}}})", unit=None),
             d.Column("Answers", card(str(m.GPU_PRESENT)), mappings={0: ("no", "red"), 1: ("yes", "green")}),
@@ -106,7 +111,7 @@ cards = [
     ),
     d.timeseries(
         "Utilisation",
-        "Share of time in which the GPU was busy. Expected: GPUs of the same job alike.",
+        "Share of time in which a kernel ran, by GPU. Expected: GPUs of the same job alike.",
         d.Query(card(str(m.GPU_UTILIZATION_RATIO)), "GPU {{gpu}}"),
         unit="percentunit",
         top=1,
@@ -115,7 +120,7 @@ cards = [
     ),
     d.timeseries(
         "Power",
-        "Power by GPU. Expected: GPUs alike under load.",
+        "Power drawn, by GPU. Expected: GPUs alike under load. A GPU that draws far less is idle or throttled.",
         d.Query(card(str(m.GPU_POWER_WATTS)), "GPU {{gpu}}"),
         unit="watt",
         links=TO_GPU,
@@ -123,7 +128,7 @@ cards = [
     ),
     d.timeseries(
         "Temperature",
-        "Temperature by GPU. Expected: no outlier. Otherwise check air flow and heat sink.",
+        "Temperature, by GPU. Expected: no outlier. Otherwise check air flow and heat sink.",
         d.Query(card(str(m.GPU_TEMPERATURE_CELSIUS)), "GPU {{gpu}}"),
         unit="celsius",
         thresholds=p.HOT,
@@ -131,8 +136,8 @@ cards = [
         width=6,
     ),
     d.timeseries(
-        "Clock",
-        "SM clock by GPU. Expected: GPUs alike under load.",
+        "SM clock",
+        "SM clock, by GPU. Expected: GPUs alike under load. A GPU with a lower clock may be throttled.",
         d.Query(card(str(m.GPU_SM_CLOCK_HERTZ)), "GPU {{gpu}}"),
         unit="hertz",
         links=TO_GPU,
@@ -157,7 +162,7 @@ ports = [
     ),
     d.timeseries(
         "Port traffic",
-        "Bytes per second sent by each port. Expected: ports alike in a collective.",
+        "Bytes per second that each port sends. Expected: compute ports alike.",
         d.Query(port(f"rate({m.INFINIBAND_TRANSMIT_DATA_BYTES_TOTAL}{p.RATE})"), "{{device}}/{{port}}"),
         unit="Bps",
         width=6,
@@ -165,7 +170,8 @@ ports = [
     ),
     d.timeseries(
         "Port errors",
-        "Symbol errors and link recoveries per second. Expected: none that last.",
+        "Symbol errors and link recoveries per second, by port. Expected: none that last. Otherwise check the cable "
+        "and transceiver.",
         d.Query(f"{port(f'rate({m.INFINIBAND_SYMBOL_ERRORS_TOTAL}{p.RATE})')} > 0", "{{device}}/{{port}} symbols"),
         d.Query(
             f"{port(f'rate({m.INFINIBAND_LINK_ERROR_RECOVERY_TOTAL}{p.RATE})')} > 0", "{{device}}/{{port}} recoveries"
@@ -173,14 +179,15 @@ ports = [
         unit="cps",
         width=6,
         links=[p.to_fabric("$host")],
-        no_data="No port has errors.",
+        no_data="No port had errors in the time shown.",
     ),
 ]
 
 ranks = [
     d.table(
         "Ranks",
-        "Ranks on this host. Expected: straggler scores below 10 %. If all ranks are slow, the host is.",
+        "Ranks on this host. Expected: straggler scores below 10 %. If all ranks here have high scores, the host is "
+        "the cause. `Stopped or stuck` is how long a rank's process has been stopped or blocked in the kernel.",
         [
             d.Column("Rank", f"max by (rank, run, uuid) ({m.TRAINING_RANK_INFO}{{{NODE}}})", unit=None),
             d.Column(
@@ -217,8 +224,8 @@ ranks = [
 BOARD = d.dashboard(
     p.NODE,
     "Node",
-    "One host: may it train, and which part is to blame?",
+    "One host: is it fit for training, and which of its parts is at fault?",
     [p.host],
-    {"May it train?": verdict, "Its cards": cards, "Its ports": ports, "Ranks and alerts": ranks},
+    {"Health": verdict, "GPUs of the host": cards, "Ports of the host": ports, "Ranks and alerts": ranks},
     [d.annotation("Alerts", f'ALERTS{{alertstate="firing", {NODE}}}', "{{alertname}}", "red", "{{severity}}")],
 )

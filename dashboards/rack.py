@@ -21,52 +21,53 @@ def by_host(expr: str, take: str = "max") -> str:
 now = [
     d.stat(
         "Hosts",
-        "Hosts of the rack that answer. Expected: all of them.",
+        "Number of hosts of the rack whose exporter answers. Expected: all of them.",
         d.Query(f"count(count by (host) ({HERE}))", instant=True),
         width=4,
     ),
     d.stat(
         "Unhealthy hosts",
-        "Hosts of the rack whose verdict is degraded or bad. Expected: 0. Several at once point to power, cooling or "
-        "a switch.",
+        "Hosts of the rack whose health verdict is degraded, unknown or bad. Expected: 0. Several at once point to "
+        "power, cooling or a switch.",
         d.Query(f"count({by_host(str(m.HOST_VERDICT_ID))} > 0) or vector(0)", instant=True),
         thresholds=p.FEW,
         width=4,
     ),
     d.stat(
         "GPUs",
-        "GPUs of the rack that answer. Expected: no step down.",
+        "Number of GPUs of the rack that answer. Expected: constant. An unplanned fall means lost GPUs or hosts.",
         d.Query(f"sum({by_host(f'({m.GPU_PRESENT} == 1)', 'count')})", instant=True),
         width=4,
     ),
     d.stat(
         "Power",
-        "Power of all GPUs of the rack. Expected: below the rack's feed, without an unexplained fall.",
+        "Power of all GPUs of the rack in total. Expected: below what the rack's power feed supplies. An unexplained "
+        "fall means that work stopped.",
         d.Query(f"sum({by_host(f'sum by (instance) ({m.GPU_POWER_WATTS})')})", instant=True),
         unit="watt",
         width=4,
     ),
     d.stat(
         "Inactive NVLinks",
-        "NVLinks of the rack that are not active. Expected: 0 under load.",
+        "NVLinks of the rack's GPUs that are not active. Expected: 0 under load. Links may sleep on idle GPUs.",
         d.Query(f"sum({by_host(NOT_ACTIVE)}) or vector(0)", instant=True),
         thresholds=p.FEW,
         width=4,
     ),
     d.stat(
         "Fabric problems",
-        "GPUs whose fabric is unhealthy or has limited capacity. Expected: 0.",
+        "GPUs that report an unhealthy NVLink fabric, or one of limited capacity. Expected: 0.",
         d.Query(f"sum({by_host(f'count by (instance) ({m.GPU_FABRIC_HEALTH_ID} > 1)')})", instant=True),
         thresholds=p.ERRORS,
         width=4,
-        no_data="The rack has no NVSwitch fabric.",
+        no_data="No GPU reports a fabric problem.",
     ),
 ]
 
 nodes = [
     d.table(
         "Hosts side by side",
-        "One row per host. Expected: no outlier.",
+        "One row per host of the rack. Expected: verdict ok, lemon score below 3, and hosts of the same job alike.",
         [
             d.Column("Place", f"max by (host, rack, leaf, domain) ({RACK})", unit=None),
             d.Column("Verdict", by_host(str(m.HOST_VERDICT_ID)), mappings=p.VERDICT),
@@ -92,15 +93,15 @@ nodes = [
 time = [
     d.timeseries(
         "Power by host",
-        f"Power of the {p.LINES} hosts that draw most. Expected: hosts of the same job alike.",
+        f"Power of all GPUs of a host, for the {p.LINES} hosts that draw most. Expected: hosts of the same job alike.",
         d.Query(p.most(by_host(f"sum by (instance) ({m.GPU_POWER_WATTS})")), "{{host}}"),
         unit="watt",
         links=TO_NODE,
     ),
     d.timeseries(
         "Hottest GPU by host",
-        f"Temperature of the hottest GPU of the {p.LINES} hottest hosts. Expected: steady. If all rise together, "
-        "check the rack's cooling.",
+        f"Temperature of a host's hottest GPU, for the {p.LINES} hottest hosts. Expected: steady. If all hosts get "
+        "hotter together, check the rack's cooling.",
         d.Query(p.most(by_host(f"max by (instance) ({m.GPU_TEMPERATURE_CELSIUS})")), "{{host}}"),
         unit="celsius",
         thresholds=p.HOT,
@@ -108,7 +109,8 @@ time = [
     ),
     d.timeseries(
         "NVLink traffic by host",
-        f"Bytes per second sent, for the {p.LINES} hosts that send least. Expected: hosts alike.",
+        f"Bytes per second that a host's GPUs send over NVLink, for the {p.LINES} lowest hosts. Expected: hosts of "
+        "the same job alike.",
         d.Query(
             p.most(by_host(f"sum by (instance) (rate({m.NVLINK_TRANSMIT_BYTES_TOTAL}{p.RATE}))"), "bottomk"), "{{host}}"
         ),
@@ -119,9 +121,9 @@ time = [
 
 domain = [
     d.label_table(
-        "Domains and cliques",
-        "NVLink fabric of each host, as the fabric manager registered it. Expected: one clique per domain. Two mean "
-        "a missing switch tray.",
+        "NVLink clusters and cliques",
+        "NVLink cluster of each host's GPUs, and the clique of GPUs that can reach each other. Expected: one clique "
+        "per NVLink domain. Otherwise check the switch trays.",
         f"count by (host, cluster, clique) ({m.GPU_FABRIC_INFO} * on (instance) group_left (host) {HERE})",
         labels={"host": "Node", "cluster": "Cluster", "clique": "Clique"},
         links={"Node": [p.to_node(d.FIELD % "Node")]},
@@ -130,17 +132,17 @@ domain = [
         no_data="The rack has no NVSwitch fabric.",
     ),
     d.label_table(
-        "Trays",
-        "Chassis slot and tray of each GPU. Expected: all trays.",
+        "Compute trays",
+        "Chassis, slot and compute tray of each host's GPUs. Expected: all trays of the rack.",
         f"count by (host, chassis_serial, tray, slot) ({m.GPU_CHASSIS_INFO} * on (instance) group_left (host) {HERE})",
         labels={"chassis_serial": "Chassis", "tray": "Tray", "slot": "Slot", "host": "Node"},
         width=12,
         height=8,
-        no_data="GPUs before Blackwell, or DCGM is not read.",
+        no_data="The GPUs are older than Blackwell, or DCGM is not read.",
     ),
     d.timeseries(
         "NVSwitch errors",
-        "NVSwitch errors per second, by host and switch. Expected: none that last.",
+        "NVSwitch link errors per second, by host, switch and kind. Expected: none that last.",
         d.Query(
             f"max by (host, switch, error) (rate({m.NVLINK_SWITCH_ERRORS_TOTAL}{p.RATE}) * on (instance) "
             f"group_left (host) {HERE}) > 0",
@@ -148,11 +150,12 @@ domain = [
         ),
         unit="cps",
         width=12,
-        no_data="No NVSwitch errors, or DCGM is not read.",
+        no_data="No NVSwitch errors in the time shown, or DCGM is not read.",
     ),
     d.timeseries(
         "NVSwitch temperature",
-        f"Temperature of the {p.LINES} hottest switches. Expected: steady.",
+        f"Temperature of the {p.LINES} hottest NVSwitches. Expected: steady. If all get hotter together, check the "
+        "rack's cooling.",
         d.Query(
             p.most(
                 f"max by (host, switch) ({m.NVLINK_SWITCH_TEMPERATURE_CELSIUS} * on (instance) group_left (host) "
@@ -170,7 +173,7 @@ domain = [
 BOARD = d.dashboard(
     p.RACK,
     "Rack",
-    "The nodes of a rack, and the NVLink domain they share.",
+    "The hosts of a rack, and the NVLink domain that they share.",
     [d.variable("rack", "Rack", f"label_values({m.HOST_TOPOLOGY_INFO}, rack)")],
-    {"Now": now, "Each node": nodes, "Time": time, "NVLink domain": domain},
+    {"Now": now, "Each host": nodes, "Over time": time, "NVLink domain": domain},
 )

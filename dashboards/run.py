@@ -48,33 +48,35 @@ THROTTLED = f"rate({m.GPU_CLOCK_EVENT_SECONDS_TOTAL}{RATE})"
 now = [
     d.stat(
         "State",
-        "State of the run. Expected: running. When it is down, look at the end of the last attempt and at the firing "
-        "alerts.",
+        "State of the run: queued, running, down, completed or stopped. Expected: running. If it is down, look at the "
+        "firing alerts below, and in the goodput ledger at how attempts ended.",
         d.Query(f"max by (state) ({m.RUN_STATE}{{{LEDGER}}}) == 1", "{{state}}", instant=True),
         name=True,
         colors={"running": "green", "queued": "yellow", "down": "red", "completed": "blue", "stopped": "blue"},
     ),
     d.stat(
         "MFU",
-        "Model FLOPs over the dense peak of the run's GPUs, while in steps. Expected: 35 to 45 % for large runs, "
-        "steady.",
+        "Model FLOPs over the dense peak FLOPs of the run's GPUs, in the last five minutes. Only time in steps "
+        "counts, including waits for data. Expected: steady, and 35 to 45 % for large runs. Otherwise look at the "
+        f"ranks and their GPUs below. {m.TRAINING_MFU_UNAVAILABLE} has the reason for an unknown MFU.",
         d.Query(f"{r.RUN_MFU}{{{RUN}}}"),
         unit="percentunit",
         thresholds=UTILIZATION,
-        no_data=f"A rank has no peak; {m.TRAINING_MFU_UNAVAILABLE} has the reason.",
+        no_data="No steps, or a rank's FLOPs or peak FLOP/s are unknown.",
     ),
     d.stat(
         "Effective MFU",
-        "Model FLOPs of retained steps over the peak of all GPUs held, down time included. Expected: near MFU. Lower "
-        "means time lost outside steps.",
+        "Model FLOPs of steps completed for the first time, over the peak FLOPs of the GPUs held since the first "
+        "start. Down time counts as GPU time held. Expected: near the MFU. A lower value means time lost outside "
+        "steps or in repeated steps.",
         d.Query(f"{r.EFFECTIVE_MFU}{{{LEDGER}}}"),
         unit="percentunit",
         thresholds=UTILIZATION,
     ),
     d.stat(
         "Goodput",
-        "Share of the wall clock since the first start that advanced the model. Expected: above 90 %. The buckets "
-        "below show the rest.",
+        "Productive share of the wall clock since the run's first start. Repeated steps are not productive. Expected: "
+        "above 90 %. The panels by bucket below show where the other time went.",
         d.Query(f"{r.GOODPUT}{{{LEDGER}}}"),
         unit="percentunit",
         thresholds=SHARE,
@@ -82,28 +84,30 @@ now = [
     ),
     d.stat(
         "ETTR",
-        "Goodput since submission, with the time in the queue. Expected: near goodput. Lower means a long queue.",
+        "Effective training time ratio: the productive share of the wall clock since submission. Expected: near the "
+        "goodput. A lower value means a long wait in the queue before the first start.",
         d.Query(f"{r.ETTR}{{{LEDGER}}}"),
         unit="percentunit",
         thresholds=SHARE,
-        no_data="The time of submission is unknown.",
+        no_data="The run's time of submission is unknown.",
     ),
     d.stat(
         "Step time",
-        "Mean step time of the last five minutes. Expected: constant at the same batch size.",
+        "Mean duration of an optimizer step in the last five minutes. Expected: constant while the batch size is "
+        "constant.",
         d.Query(f"{r.STEP_DURATION}{{{RUN}}}"),
         unit="s",
     ),
     d.stat(
         "Tokens/s",
-        "Tokens per second of the whole run, re-executed steps included. Expected: steady.",
+        "Tokens per second of all ranks, mean of the last five minutes. Repeated steps count. Expected: steady.",
         d.Query(f"{r.TOKENS}{{{RUN}}}"),
         unit="short",
     ),
     d.stat(
         "Cost",
-        "Cost of all GPU time held, at the price above. Expected: worth what it bought. The goodput ledger shows "
-        "where it went.",
+        "Cost in US dollars of all GPU time held since the first start, at the price per GPU-hour above. Expected: "
+        "rises steadily. The goodput ledger shows the cost of each bucket.",
         d.Query(f"sum(max by (tenant, run, bucket) ({m.RUN_GPU_SECONDS_TOTAL}{{{LEDGER}}})) * $price / 3600"),
         unit="currencyUSD",
     ),
@@ -112,15 +116,16 @@ now = [
 progress = [
     d.timeseries(
         "MFU and effective MFU",
-        "MFU while in steps, and over all the time GPUs were held. Expected: steady, with a constant gap.",
+        "MFU of the last five minutes in steps, and effective MFU of all time since the first start. Expected: both "
+        "steady. A growing gap means time lost outside steps or in repeated steps.",
         d.Query(f"{r.RUN_MFU}{{{RUN}}}", "MFU"),
         d.Query(f"{r.EFFECTIVE_MFU}{{{LEDGER}}}", "effective MFU"),
         unit="percentunit",
     ),
     d.timeseries(
         "Goodput and ETTR",
-        "Share of the wall clock that advanced the model, since the first start (goodput) and since submission "
-        "(ETTR). Expected: not falling.",
+        "Productive share of the wall clock, since the first start (goodput) and since submission (ETTR). Expected: "
+        "steady or rising. While they fall, the run makes too little progress.",
         d.Query(f"{r.GOODPUT}{{{LEDGER}}}", "goodput"),
         d.Query(f"{r.ETTR}{{{LEDGER}}}", "ETTR"),
         unit="percentunit",
@@ -128,28 +133,31 @@ progress = [
     ),
     d.timeseries(
         "Token rate",
-        "Tokens per second of the whole run. Expected: steady, without gaps.",
+        "Tokens per second of all ranks, mean of five minutes. Repeated steps count. Expected: steady. At a gap or at "
+        "0, the run makes no steps.",
         d.Query(f"{r.TOKENS}{{{RUN}}}", "tokens"),
         unit="short",
     ),
     d.bargauge(
         "Wall clock by bucket",
-        "Time since the first start, by bucket. Expected: mostly productive. `lost` is work done twice or thrown away.",
+        "Wall clock of the run so far, by bucket. Expected: mostly `productive`. `lost` is the time of steps that "
+        "were repeated or that the end of an attempt cut short.",
         d.Query(f"sort_desc(max by (bucket) ({m.RUN_SECONDS_TOTAL}{{{LEDGER}}}) > 0)", "{{bucket}}", instant=True),
         unit="s",
     ),
     d.timeseries(
         "Recent time by bucket",
-        "Share of each bucket over time. Expected: mostly productive.",
+        "Share of the wall clock in each bucket, at each moment. Expected: mostly `productive`. A gap is time that "
+        "has no bucket yet.",
         d.Query(f"max by (bucket) (rate({m.RUN_SECONDS_TOTAL}{{{LEDGER}}}{RATE}))", "{{bucket}}"),
         unit="percentunit",
         top=1,
         stacked=True,
     ),
     d.timeseries(
-        "Step time, mean and worst",
-        "Mean and 99th percentile of the step time. Expected: constant and close together. A far 99th percentile is "
-        "an occasional stall.",
+        "Step time, mean and 99th percentile",
+        "Duration of optimizer steps: the mean of five minutes, and the 99th percentile. Expected: constant and close "
+        "together. If only the 99th percentile is high, some steps stall.",
         d.Query(f"{r.STEP_DURATION}{{{RUN}}}", "mean"),
         d.Query(
             f"histogram_quantile(0.99, sum by (le) (rate({m.TRAINING_STEP_DURATION_SECONDS}_bucket{{{RUN}}}{RATE})))",
@@ -162,16 +170,17 @@ progress = [
 ranks = [
     d.timeseries(
         "Straggler score",
-        "Share of every step that the others wait for the latest rank. Expected: below 10 %; 20 % is critical.",
-        d.Query(f"{r.RUN_SCORE}{{{RUN}}}", "latest rank"),
+        "Highest straggler score of all ranks. A rank's score is the share of each step that the others wait for it. "
+        "Expected: below 10 %. From 20 % on it is critical.",
+        d.Query(f"{r.RUN_SCORE}{{{RUN}}}", "highest score"),
         unit="percentunit",
         thresholds=LATE,
         width=7,
     ),
     d.stat(
-        "Straggler",
-        "The rank the others wait for most. Expected: a score below 10 %, or a rank that changes; some rank is "
-        "always last.",
+        "Highest score",
+        "Rank with the highest straggler score now. Expected: a rank that changes, or a score below 10 %. Some rank "
+        "always has the highest score.",
         d.Query(
             f"topk(1, {RANKS} * on (rank) group_left () max by (rank) ({r.RANK_SCORE}{{{RUN}}}))",
             "rank {{rank}} on {{host}}",
@@ -184,22 +193,24 @@ ranks = [
     ),
     d.timeseries(
         "Wait share",
-        f"Share of step time spent waiting in collectives, for the {LINES} ranks that wait least. Expected: ranks "
-        "alike. One far below the rest is the straggler; if all are high, look at the links.",
+        f"Share of measured step time in the last two minutes that a rank waits in collectives, for the {LINES} ranks "
+        "that wait least. Expected: ranks alike. A rank that waits far less than the others is the straggler. If all "
+        "ranks wait long, look at the links.",
         d.Query(p.most(f"{r.WAIT}{{{RUN}}}", "bottomk"), "rank {{rank}}"),
         unit="percentunit",
         width=7,
     ),
     p.firing(
         f'ALERTS{{alertstate="firing", {RUN}}} or ALERTS{{alertstate="firing", run="", alertname=~"{p.ALERTS}"}}',
-        "Firing alerts on this run, on hosts and on links. Expected: only FlopwatchWatchdog, which always fires to "
-        "prove that alerts arrive.",
+        "Firing alerts of this run, and those of hosts, GPUs and links in the whole cluster. Expected: only "
+        "FlopwatchWatchdog, which always fires to prove that alerts are delivered.",
         width=7,
     ),
     d.table(
         "Ranks and their GPUs",
-        f"One row for each of the {ROWS} latest ranks. Expected: low scores. Next to a high score, a low clock, heat, "
-        "throttling or an Xid explains it; otherwise look at the host.",
+        f"The {ROWS} ranks with the highest straggler scores now. Expected: scores below 10 %. A low clock, heat, "
+        "throttling or an Xid of the GPU explains a high score. Otherwise look at the host. `Throttled` includes "
+        "sw_power_cap, which is normal at full load. `Xid errors` counts since the host was first monitored.",
         [
             d.Column("Info", f"{RANKS} {SHOWN}", unit=None),
             *(
@@ -231,32 +242,33 @@ ranks = [
 gpus = [
     d.timeseries(
         "Power per GPU",
-        f"Mean power of the {LINES} GPUs of the run that draw least. Expected: GPUs alike. One far below the rest is "
-        "idle or throttled.",
+        f"Power of the {LINES} GPUs of the run that draw least. Expected: GPUs alike. A GPU that draws far less than "
+        "the others is idle or throttled.",
         d.Query(p.most(per_rank(POWER), "bottomk"), "rank {{rank}} {{host}}"),
         unit="watt",
         width=6,
     ),
     d.timeseries(
         "SM clock per GPU",
-        f"SM clock of the {LINES} slowest GPUs. Expected: GPUs alike under load. Otherwise look at throttling.",
+        f"SM clock of the run's {LINES} GPUs with the lowest clocks. Expected: GPUs alike under load. Otherwise look "
+        "at throttling.",
         d.Query(p.most(per_rank(str(m.GPU_SM_CLOCK_HERTZ)), "bottomk"), "rank {{rank}} {{host}}"),
         unit="hertz",
         width=6,
     ),
     d.timeseries(
         "Temperature per GPU",
-        f"Temperature of the {LINES} hottest GPUs. Expected: no outlier, and no thermal throttling. Each GPU has its "
-        "own limit; the lines are a guide.",
+        f"Temperature of the run's {LINES} hottest GPUs. Expected: no outlier, and no thermal throttling. Each GPU "
+        "model has its own limit. The dashed lines are a guide.",
         d.Query(p.most(per_rank(str(m.GPU_TEMPERATURE_CELSIUS))), "rank {{rank}} {{host}}"),
         unit="celsius",
         thresholds=HOT,
         width=6,
     ),
     d.timeseries(
-        "Time throttled, worst GPU",
-        "Share of time the clock was throttled, by reason, on the worst GPU of the run. Expected: none, except "
-        "sw_power_cap at full load.",
+        "Throttling, worst GPU",
+        "Share of time in which the clock was throttled, by reason. Each line is the run's GPU with the highest "
+        "share. Expected: none, except sw_power_cap at full load.",
         d.Query(f"max by (reason) ({THROTTLED} and on (uuid) {RANK_INFO})", "{{reason}}"),
         unit="percentunit",
         width=6,
@@ -266,7 +278,8 @@ gpus = [
 errors = [
     d.timeseries(
         "InfiniBand throughput per host",
-        f"Bytes per second of the {LINES} hosts of the run that send least. Expected: hosts alike.",
+        f"Bytes per second that the run's hosts send and receive, for the {LINES} lowest of each. Expected: hosts "
+        "alike. Otherwise look at the ports of the host.",
         d.Query(
             p.most(f"sum by (host) ({per_port(f'rate({m.INFINIBAND_TRANSMIT_DATA_BYTES_TOTAL}{RATE})')})", "bottomk"),
             "{{host}} sends",
@@ -280,15 +293,16 @@ errors = [
     ),
     d.timeseries(
         "Active ports per host",
-        f"Active InfiniBand ports of the {LINES} hosts with fewest. Expected: constant. A step down is a lost link.",
+        f"Number of active InfiniBand ports, for the {LINES} hosts of the run with the fewest. Expected: constant. A "
+        "fall means a lost link.",
         d.Query(f"bottomk({LINES}, count by (host) ({per_port(f'({m.INFINIBAND_PORT_STATE_ID} == 4)')}))", "{{host}}"),
         unit="none",
         width=6,
     ),
     d.timeseries(
         "Link errors",
-        "Errors per second on all ports of the run's hosts. Expected: no symbol errors that last, no link down, no "
-        "recovery under load.",
+        "Errors per second, summed over all InfiniBand ports of the run's hosts. Expected: no lasting symbol errors, "
+        "no link down, and no recovery under load.",
         *(
             d.Query(f"sum({per_port(f'rate({family}{RATE})')})", legend)
             for family, legend in (
@@ -303,8 +317,8 @@ errors = [
     ),
     d.bargauge(
         "Symbol errors per port",
-        "Symbol errors of the eight worst ports in the time shown. Expected: none. At 120 an hour, replace the cable "
-        "or transceiver.",
+        "Symbol errors in the time shown, for the eight ports of the run's hosts with the most. Expected: none. At "
+        "120 an hour, replace the cable or transceiver.",
         d.Query(
             f"topk(8, sum by (host, device, port) ({per_port(SYMBOL_ERRORS)}))",
             "{{host}} {{device}}/{{port}}",
@@ -316,8 +330,8 @@ errors = [
     ),
     d.timeseries(
         "Xid errors on the run's GPUs",
-        "Xid errors by code since the host was first monitored. Expected: flat; the level is history. Meanings: "
-        "docs/xid.md.",
+        "Number of Xid errors by code, since each host was first monitored. Expected: flat. Only a rise is a new "
+        "error. docs/xid.md explains the codes.",
         d.Query(f"sum by (xid) ({m.GPU_XID_ERRORS_TOTAL} and on (uuid) {RANK_INFO})", "Xid {{xid}}"),
         unit="none",
         width=24,
@@ -328,7 +342,7 @@ errors = [
 BOARD = d.dashboard(
     p.RUN,
     "Training run",
-    "One training run, from the model down to the card and the cable.",
+    "One training run: its progress, where its time went, and its ranks, GPUs and links.",
     [p.tenant, p.run, p.price],
     {"Now": now, "Progress": progress, "Ranks": ranks, "GPUs of the run": gpus, "Errors": errors},
     [p.alert_marks(RUN), p.starts(LEDGER)],

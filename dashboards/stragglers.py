@@ -30,7 +30,8 @@ TO_NODE = [p.to_node(d.LABEL % "host")]
 verdict = [
     d.stat(
         "Lost to stragglers",
-        "Share of every step that one late rank or host costs. Expected: below 10 %.",
+        "Share of each step that the run waits for its straggler, which is one rank or one host. Expected: 0 %. A "
+        "straggler counts from 10 % on.",
         d.Query(f"{r.STRAGGLER_LOST}{{{RUN}}}"),
         unit="percentunit",
         thresholds=p.LATE,
@@ -38,7 +39,8 @@ verdict = [
     ),
     d.stat(
         "Straggler",
-        "The rank that was latest in three windows of two minutes in a row, by 10 % of a step. Expected: none.",
+        "Rank with the highest straggler score in three consecutive windows of two minutes, if its score is now 10 % "
+        "or more. Expected: none. Otherwise look at its GPU and host below.",
         d.Query(f"{r.CONFIRMED}{{{RUN}}}", "rank {{rank}} on {{host}}", instant=True),
         name=True,
         links=TO_NODE,
@@ -47,7 +49,8 @@ verdict = [
     ),
     d.stat(
         "Straggling host",
-        "The host whose ranks are late together, by the same rule. Expected: none.",
+        "Host whose ranks have the highest mean score in three consecutive windows of two minutes, if it is now 10 % "
+        "or more. The panel is empty while a single rank stands out. Expected: none.",
         d.Query(f"{r.HOST_CANDIDATE}{{{RUN}}} >= {p.SETTINGS.straggler_warning:g}", "{{host}}", instant=True),
         name=True,
         links=TO_NODE,
@@ -55,21 +58,21 @@ verdict = [
         no_data="No host is a straggler.",
     ),
     d.stat(
-        "Lost in a day",
-        "Cost of the GPU time that the run waited for a straggler in the last day. Expected: less than a visit to "
-        "the rack.",
+        "Cost of stragglers, one day",
+        "Cost in US dollars of the last day's GPU time that the run waited for a straggler, at the price per GPU-hour "
+        "above. Expected: near $0. Compare it with the cost of a repair.",
         d.Query(
             f"sum(max by (tenant, run) (increase({m.RUN_STRAGGLER_GPU_SECONDS_TOTAL}{{{RUN}}}[1d]))) * $price / 3600",
             instant=True,
         ),
         unit="currencyUSD",
         width=5,
-        no_data="The ledger has no such time.",
+        no_data="The ledger has no straggler time of the run.",
     ),
     d.stat(
         "Wait share",
-        "Share of step time that ranks wait in collectives, mean over all ranks. Expected: steady. If it rises "
-        "without a straggler, look at the fabric.",
+        "Share of step time in the last two minutes that ranks wait in collectives, mean over all ranks. Expected: "
+        "steady. If it rises without a straggler, look at the fabric.",
         d.Query(f"{r.COMMUNICATION}{{{RUN}}}"),
         unit="percentunit",
         links=[d.link("Fabric", p.FABRIC)],
@@ -79,9 +82,10 @@ verdict = [
 
 ranks = [
     d.heatmap(
-        "Score by rank",
-        f"Straggler score of the {ROWS} ranks that were latest in the time shown, by place in the mesh. Expected: no "
-        "row that stands out and stays. Rows that take turns are an imbalance.",
+        "Straggler score by rank",
+        f"Share of each step that the others wait for a rank. Shows the {ROWS} ranks with the highest mean score in "
+        "the time shown, with their pipeline (pp), data (dp) and tensor (tp) coordinates. Expected: no row that "
+        "stands out for long. Rows that take turns mean unevenly divided work.",
         d.Query(latest(f"{r.RANK_SCORE}{{{RUN}}}"), MESH),
         unit="percentunit",
         top=0.3,
@@ -89,8 +93,8 @@ ranks = [
     ),
     d.heatmap(
         "Wait by rank",
-        "Share of step time that the same ranks wait for others. Expected: rows alike. A row that waits less is the "
-        "one that the others wait for.",
+        "Share of step time that the same ranks wait in collectives. Expected: rows alike. If one rank waits less "
+        "than the others, they wait for it.",
         d.Query(latest(f"{r.WAIT}{{{RUN}}}"), MESH),
         unit="percentunit",
         top=0.6,
@@ -101,23 +105,26 @@ ranks = [
 
 parts = [
     d.timeseries(
-        "Score of the latest rank",
-        "Straggler score of the latest rank. Expected: below 10 %; 20 % is critical.",
-        d.Query(f"{r.RUN_SCORE}{{{RUN}}}", "latest rank"),
+        "Highest straggler score",
+        "Highest straggler score of all ranks. A rank's score is the share of each step that the others wait for it. "
+        "Expected: below 10 %. From 20 % on it is critical.",
+        d.Query(f"{r.RUN_SCORE}{{{RUN}}}", "highest score"),
         unit="percentunit",
         thresholds=p.LATE,
     ),
     d.timeseries(
         "Score by host",
-        f"Mean score of a host's ranks, for the {p.LINES} latest hosts. Expected: no outlier.",
+        f"Mean straggler score of a host's ranks, for the {p.LINES} hosts with the highest. Expected: no outlier. An "
+        "outlier points to the host, not to one of its GPUs.",
         d.Query(p.most(f"{r.HOST_SCORE}{{{RUN}}}"), "{{host}}"),
         unit="percentunit",
         links=TO_NODE,
     ),
     d.timeseries(
-        "Step phases of the latest ranks",
-        "Share of time of the eight latest ranks in each phase of measured steps. Expected: ranks alike. Forward and "
-        "backward depend on the GPU, host_to_device on its PCIe link, garbage_collection on Python.",
+        "Step phases of the ranks with the highest scores",
+        "Share of the wall clock in each phase of the measured steps. Shows the eight ranks with the highest mean "
+        "score in the time shown. Expected: ranks alike. `forward` and `backward` depend on the GPU, `host_to_device` "
+        "on its PCIe link, `garbage_collection` on Python.",
         d.Query(
             latest(f"sum by (rank, phase) (rate({m.TRAINING_PHASE_SECONDS_TOTAL}{{{RUN}}}{p.RATE}))", 8),
             "rank {{rank}} {{phase}}",
@@ -125,9 +132,10 @@ parts = [
         unit="percentunit",
     ),
     d.table(
-        "The latest ranks and their GPUs",
-        f"One row for each of the {p.LINES} latest ranks. Expected: low scores. A low clock, throttling, heat, lost "
-        "PCIe lanes or an Xid explains a high one; otherwise look at the host and its rail.",
+        "Ranks with the highest scores and their GPUs",
+        f"The {p.LINES} ranks with the highest straggler scores now. Expected: scores below 10 %. A low clock, "
+        "throttling, heat, missing PCIe lanes or an Xid explains a high score. Otherwise look at the host and its "
+        "rail. `Xids` counts since the host was first monitored.",
         [
             d.Column("Score", NOW_LATEST, "percentunit", p.LATE),
             d.Column(
@@ -166,8 +174,8 @@ parts = [
     ),
     d.timeseries(
         "Traffic by rail",
-        "Bytes per second that a port of each rail sends, mean over the run's hosts. Expected: rails alike. On a "
-        "slow rail all ranks wait for its ports and leaf.",
+        "Bytes per second that a port of each rail sends, mean of five minutes over the run's hosts. Expected: rails "
+        "alike. If one rail is slower, look at its ports and its leaf switch.",
         d.Query(f"max by (rail) ({r.RAIL}{{{RUN}}})", "rail {{rail}}"),
         unit="Bps",
         width=12,
@@ -175,7 +183,8 @@ parts = [
     ),
     d.timeseries(
         "Signs of a hang",
-        "Ranks that each sign points at while a step is overdue. Expected: none.",
+        "Number of ranks that each sign points at while a step is overdue. Expected: none. docs/stragglers.md "
+        "explains the signs and when a step is overdue.",
         d.Query(f"count by (sign) ({r.SIGN}{{{RUN}}})", "{{sign}}"),
         unit="none",
         width=12,
@@ -186,8 +195,8 @@ parts = [
 BOARD = d.dashboard(
     p.STRAGGLERS,
     "Stragglers",
-    "For which rank the others wait, and why.",
+    "The rank that the others wait for, and possible reasons.",
     [p.run, p.price],
-    {"Verdict": verdict, "Ranks": ranks, "Why": parts},
+    {"Verdict": verdict, "Ranks": ranks, "Possible reasons": parts},
     [p.alert_marks('run="$run"')],
 )

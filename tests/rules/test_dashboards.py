@@ -113,7 +113,7 @@ def test_a_panel_is_of_a_kind_grafana_still_draws_and_describes_what_is_expected
         "state-timeline",
         "status-history",
     }
-    assert re.search(r"\bExpected: |^Reasons ", panel["description"])
+    assert re.search(r"\bExpected: ", panel["description"])
     assert panel["maxDataPoints"] >= (100 if panel["type"] == "status-history" else 300)
     field = panel["fieldConfig"]["defaults"]
     assert field["unit"]
@@ -130,6 +130,17 @@ def test_a_panel_is_of_a_kind_grafana_still_draws_and_describes_what_is_expected
         assert "legend" not in panel["options"]
     if panel["type"] in ("stat", "gauge", "bargauge"):
         assert panel["options"]["reduceOptions"] == {"calcs": ["lastNotNull"], "fields": "", "values": False}
+
+
+@EVERY_PANEL
+def test_the_texts_of_a_panel_have_short_sentences_and_no_word_with_two_readings(case: tuple[str, Json]) -> None:
+    _, panel = case
+    texts = (panel["title"], panel["description"], panel["fieldConfig"]["defaults"].get("noValue", ""))
+    for sentence in (found for shown in texts for found in re.split(r"(?<=[.?])\s+", shown)):
+        assert len(sentence.split()) <= 25, sentence
+        assert ";" not in sentence
+        # The rank that is latest, or the most recent one? A step of training, or of a curve?
+        assert not re.search(r"\blatest\b|\bsteps? (?:up|down)\b", sentence)
 
 
 def complaints(kind: str, value: Json) -> list[str]:
@@ -216,7 +227,7 @@ def test_every_dashboard_can_be_reached_from_the_fleet_and_from_every_other_one(
             for link in links_of(panel)
         }
         ahead += links - reached
-    # What nothing on a board is about is in the list that each has at its top.
+    # No panel of another board links to these two. The list at the top of each board does.
     assert by_uid.keys() - reached == {"flopwatch-gpus", "flopwatch-monitor"}
     for board in BOARDS.values():
         assert board["tags"] == ["flopwatch"]
@@ -318,7 +329,7 @@ MOVING = """
   infiniband_port_state_id{device="mlx5_0",port="1",instance="n3"}                4x4
 """
 SHOWN: dict[tuple[str, str], dict[str, float]] = {
-    ("Straggler", "A"): {'{rank="1"}': 0.3},
+    ("Highest score", "A"): {'{rank="1"}': 0.3},
     ("Ranks and their GPUs", "A"): {
         '{rank="0", host="n1", uuid="A"}': 1,
         '{rank="1", host="n1", uuid="A"}': 1,
@@ -340,7 +351,7 @@ def test_a_rank_that_moves_a_shared_card_and_a_replaced_exporter_break_no_panel(
         for target in panel["targets"]
     }
     # topk may pick either of rank 1's two places.
-    expressions["Straggler", "A"] = f"max by (rank) ({expressions['Straggler', 'A']})"
+    expressions["Highest score", "A"] = f"max by (rank) ({expressions['Highest score', 'A']})"
     tests = tmp_path / "moving.yaml"
     tests.write_text(
         yaml.safe_dump(
