@@ -1,7 +1,5 @@
 """Command line of flopwatch. Each command imports what it needs when it runs."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -1,7 +1,5 @@
 """A row of the catalogue, and the labels that identify one GPU, port, rank or run."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

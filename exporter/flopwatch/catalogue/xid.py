@@ -6,8 +6,6 @@ new hardware. `sxid.csv` is from the Fabric Manager user guide
 (https://docs.nvidia.com/datacenter/tesla/fabric-manager-user-guide/).
 """
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """`flopwatch report`: a page about one run with its MFU, goodput and losses."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time

@@ -1,7 +1,5 @@
 """`flopwatch size`: what a cluster of some size needs of Prometheus, the ledger and the network."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

@@ -9,8 +9,6 @@ Norms, biases and routers are in `other_parameters`, so that `parameters` equals
 gemma3 with images only the language model is counted: the image tower runs per image, not per token.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ Figures that data sheets print "with sparsity" are halved. Names are compared wh
 and "A100" in "NVIDIA RTX A1000", and no peak comes from a clock: the boost behind a data sheet is not NVML's maximum.
 """
 
-from __future__ import annotations
-
 import csv
 import re
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 The run is a query parameter, since its name may contain any of `/:@+` and a tenant's any character.
 """
 
-from __future__ import annotations
-
 import json
 import sqlite3
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 The API for users is in `flopwatch.ledger.api`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -6,8 +6,6 @@ closed connection) is an echo and never a cause. Without evidence the cause is `
 data/xid.csv and data/sxid.csv, exceptions by the name of their type. No message text is interpreted.
 """
 
-from __future__ import annotations
-
 import re
 import signal
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """Client of a ledger's API."""
 
-from __future__ import annotations
-
 import ssl
 from collections.abc import Mapping
 from pathlib import Path

@@ -6,8 +6,6 @@ short, down time, startup and steps executed again. A slow stretch or stall cost
 The cause is settled once, when no more evidence can arrive, and never changes afterwards.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, fields
 from math import inf
 from typing import Any

@@ -9,8 +9,6 @@ A record is cumulative and used at most once: one that shows less than earlier o
 nothing. docs/adr/0006-seconds-are-attributed-once.md has the rules.
 """
 
-from __future__ import annotations
-
 from math import inf
 from typing import Any, Literal
 

@@ -6,8 +6,6 @@ the recording rules (docs/stragglers.md), a straggler is named after three windo
 rank is nearly as slow, if work is uneven, or if a rank is not measured.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import nlargest

@@ -3,8 +3,6 @@
 Names in the answers come from other users, so characters that a terminal or a spreadsheet would interpret are replaced.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import math

@@ -3,8 +3,6 @@
 The page has no script and fetches nothing. All names are escaped, since a run may have any name.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from dataclasses import asdict

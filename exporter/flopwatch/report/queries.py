@@ -1,7 +1,5 @@
 """Queries to Prometheus about one run, over the ledger's series and the recorded ones."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 

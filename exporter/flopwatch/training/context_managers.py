@@ -3,8 +3,6 @@
 Each reads the clock and records an event. None raises, and none suppresses an exception of the loop.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from threading import get_ident

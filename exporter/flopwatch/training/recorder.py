@@ -4,8 +4,6 @@ Recording an event reads a clock and appends to a deque: no lock, no device sync
 adds the events up in the push thread. Errors are counted in training_hook_errors_total, and the first few are logged.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

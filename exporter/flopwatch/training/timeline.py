@@ -10,8 +10,6 @@ other        `with run.activity("other")`, and from the end of a run.batches() l
 So the activities sum to the process's age. A step's duration is its step and data_stall seconds.
 """
 
-from __future__ import annotations
-
 DECLARED = ("compile", "data_stall", "checkpoint_save", "checkpoint_restore", "evaluation", "other")
 ACTIVITIES = ("startup", "step", *DECLARED)
 

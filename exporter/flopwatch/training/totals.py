@@ -6,8 +6,6 @@ it. Waits and phases of a step count only if nothing else happened in it and it 
 others wait for a rank that stops for a checkpoint of its own, and it must not be blamed for that.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from bisect import bisect_left

@@ -7,8 +7,6 @@ on several ranks, the tokens of batches with an attention mask on a device. Trie
 https://huggingface.co/docs/accelerate/package_reference/accelerator
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path

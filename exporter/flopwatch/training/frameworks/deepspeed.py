@@ -6,8 +6,6 @@ It also counts updates that an overflow skipped, and so does the run, whose posi
 documented. Under pipeline parallelism only the first and last stage load batches: pass tokens_per_step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

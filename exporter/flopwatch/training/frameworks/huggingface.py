@@ -6,8 +6,6 @@ No event marks the begin of an evaluation or a save: an evaluation begins with t
 where the trainer's control announces it.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping
 from typing import Any

@@ -6,8 +6,6 @@ returns or its future is done. Loading before the first step is checkpoint_resto
 https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import sys

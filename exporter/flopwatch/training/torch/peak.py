@@ -5,8 +5,6 @@ is the mean rate of the best shape. Matrices are random, because zeros draw less
 device is measured: the current CUDA device, else the CPU. The CUDA part has only run with simulated events.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
