@@ -30,6 +30,8 @@ OUTERMOST = {
     "run.Run.activity",
     "run.Run.batches",
     "run.Run.position",
+    "run.Run.waiting_for_batch",
+    "run.Run.got_batch",
     "run.Run.end_of_batches",
     "recorder.Recorder.position",
     "recorder.Recorder.enter",

@@ -1,6 +1,7 @@
 """A row of the catalogue, and the labels that identify one GPU, port, rank or run."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 Type = Literal["counter", "gauge", "histogram", "info"]
@@ -31,29 +32,14 @@ class Metric:
         return self.name.partition("_")[0]
 
 
-def counter(
-    name: str, help: str, labels: tuple[str, ...], source: str, *, scale: float = 1.0, key: bool = False
+def _row(
+    type: Type, name: str, help: str, labels: tuple[str, ...], source: str, *, scale: float = 1.0, key: bool = False
 ) -> Metric:
-    """Return the row of a counter."""
-    return Metric(name, "counter", help, labels, source, scale, key)
+    return Metric(name, type, help, labels, source, scale, key)
 
 
-def gauge(
-    name: str, help: str, labels: tuple[str, ...], source: str, *, scale: float = 1.0, key: bool = False
-) -> Metric:
-    """Return the row of a gauge."""
-    return Metric(name, "gauge", help, labels, source, scale, key)
-
-
-def info(name: str, help: str, labels: tuple[str, ...], source: str, *, key: bool = False) -> Metric:
-    """Return the row of an info family: its value is 1, and its labels are the facts."""
-    return Metric(name, "info", help, labels, source, key=key)
-
-
-def histogram(name: str, help: str, labels: tuple[str, ...], source: str) -> Metric:
-    """Return the row of a histogram."""
-    return Metric(name, "histogram", help, labels, source)
-
+counter, gauge, histogram = partial(_row, "counter"), partial(_row, "gauge"), partial(_row, "histogram")
+info = partial(_row, "info")  # its value is 1, and its labels are the facts
 
 # One reading: the row, its label values in the row's order, and the source's own number (Scrape multiplies by scale).
 Sample = tuple[Metric, tuple[str, ...], float]

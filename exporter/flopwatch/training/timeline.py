@@ -17,18 +17,6 @@ ACTIVITIES = ("startup", "step", *DECLARED)
 class Timeline:
     """Seconds per activity since `start`; every method takes the clock's reading, which never falls."""
 
-    __slots__ = (
-        "_base",
-        "_declared",
-        "_duration_end",
-        "_open",
-        "_seconds",
-        "_since",
-        "_step_end",
-        "_waiting",
-        "disturbed",
-    )
-
     def __init__(self, start: float) -> None:
         self._seconds = dict.fromkeys(ACTIVITIES, 0.0)
         self._open = self._base = "startup"

@@ -16,13 +16,15 @@ import ctypes
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 Clock = Callable[[], float]
 Failed = Callable[[str, Exception], None]
+TimingEvent = Any  # torch.cuda.Event, or that of a simulated device
+Stream = Any  # torch.cuda.Stream, or that of a simulated device
 
 # Events in use, some hundred bytes each; beyond that, for example in a hang, "now" is the host's clock.
 MAX_EVENTS = 4096
@@ -30,52 +32,13 @@ MAX_WAIT = 0.1  # seconds, for another thread that queries the device
 _THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
 
-class TimingEvent(Protocol):
-    """Methods of torch.cuda.Event that are used here."""
-
-    def record(self, stream: Any) -> None:
-        """Place the event behind the work queued on the stream so far."""
-
-    def query(self) -> bool:
-        """Return whether the device has reached the event."""
-
-    def elapsed_time(self, end_event: Any) -> float:
-        """Return the milliseconds from this event to `end_event`, both reached."""
-
-
-class Stream(Protocol):
-    """Attributes of torch.cuda.Stream that are used here."""
-
-    device_index: int
-    stream_id: int
-
-
-class Cuda(Protocol):
-    """CUDA functions that are used here, of torch or of a simulated device."""
-
-    def capturing(self) -> bool:
-        """Return whether this thread's current stream is being captured into a graph."""
-
-    def stream(self) -> Stream:
-        """Return this thread's current stream."""
-
-    def in_use(self, device_index: int) -> bool:
-        """Return whether this process has a context on that device."""
-
-    def event(self) -> TimingEvent:
-        """Return a new event with timing enabled."""
-
-    def asking(self, device_index: int) -> AbstractContextManager[None]:
-        """Return a context manager in which this thread may query events of a device during any graph capture."""
-
-
 class TorchCuda:
     """CUDA through torch and `driver`, libcuda. Raises OSError or AttributeError if that is missing or too old."""
 
     def __init__(self, driver: Any = None) -> None:
         self._exchange = (ctypes.CDLL("libcuda.so.1") if driver is None else driver).cuThreadExchangeStreamCaptureMode
-        self.capturing: Callable[[], bool] = torch.cuda.is_current_stream_capturing
-        self.stream: Callable[[], Stream] = torch.cuda.current_stream
+        self.capturing = torch.cuda.is_current_stream_capturing
+        self.stream = torch.cuda.current_stream
 
     def in_use(self, device_index: int) -> bool:
         """Return whether this process has a context on that device."""
@@ -120,13 +83,13 @@ class Moment:
 
 
 class Moments:
-    """Source of moments for any thread, in seconds of the host's `clock`.
+    """Source of moments for any thread, in seconds of the host's `clock`; `cuda` is a TorchCuda or simulated.
 
     If CUDA fails, `failed` is called once, and "now" is the host's clock from then on. `short_of_events` counts the
     marks that were the host's clock because `max_events` were in use.
     """
 
-    def __init__(self, cuda: Cuda, clock: Clock, failed: Failed, max_events: int = MAX_EVENTS) -> None:
+    def __init__(self, cuda: Any, clock: Clock, failed: Failed, max_events: int = MAX_EVENTS) -> None:
         self._cuda, self._clock, self._failed, self._max_events = cuda, clock, failed, max_events
         self._devices: dict[int, _EventPool] = {}
         self._lines: dict[tuple[int, int], _Line] = {}
@@ -180,7 +143,7 @@ class Moments:
 class _EventPool:
     """Events of one device; the time between events of different devices is undefined."""
 
-    def __init__(self, cuda: Cuda, index: int) -> None:
+    def __init__(self, cuda: Any, index: int) -> None:
         self.cuda, self.index = cuda, index
         self.free: deque[TimingEvent] = deque()
         self.events = 0  # made so far
