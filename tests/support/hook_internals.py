@@ -40,7 +40,6 @@ OUTERMOST = {
     "recorder.Recorder.waited",
     "recorder.Recorder.phase",
     "context_managers.Activity.__init__",
-    "context_managers.Background.__init__",
     "context_managers.Background.__enter__",
     "context_managers.Background.__exit__",
     "context_managers.Batches.__init__",
@@ -48,7 +47,7 @@ OUTERMOST = {
     "context_managers.Checkpoint.__init__",
     "context_managers.Checkpoint.__enter__",
     "context_managers.Checkpoint.__exit__",
-    "context_managers.Wait.__init__",
+    "context_managers._Timed.__init__",
     "context_managers.Wait.__enter__",
     "context_managers.Wait.__exit__",
     "torch.phases._Hook.__call__",  # asks torch first whether it compiles, outside of its try

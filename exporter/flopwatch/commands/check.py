@@ -107,7 +107,6 @@ def _judged(options: argparse.Namespace, settings: ExporterSettings, look: Look)
 
 
 def _record(options: argparse.Namespace, settings: ExporterSettings, samples: list[Sample]) -> tuple[str, int]:
-    """Store the present shape of this node."""
     from flopwatch.node.collectors import StateFile
     from flopwatch.node.health import check
     from flopwatch.node.health.expectations import Expectations, learnt_file

@@ -150,10 +150,6 @@ def _qwen_windows(f: _ConfigFields, layers: int) -> Windows:
     return _where(f, types)
 
 
-def _all_sparse(f: _ConfigFields, layers: int) -> tuple[int, ...]:
-    return ()
-
-
 def _qwen_dense(f: _ConfigFields, layers: int) -> tuple[int, ...]:
     """Return the layers with a plain MLP: those of mlp_only_layers, and all but each decoder_sparse_step-th."""
     step, only = f.number("decoder_sparse_step", default=1), f.numbers("mlp_only_layers")
@@ -195,7 +191,7 @@ class _Family:
 
 
 _WINDOWS = {"none": _no_windows, "one": _one_window, "qwen": _qwen_windows, "alternating": _alternating}
-_DENSE = {"": _all_sparse, "qwen": _qwen_dense, "deepseek": _deepseek_dense}
+_DENSE = {"qwen": _qwen_dense, "deepseek": _deepseek_dense}
 FAMILIES: dict[str, _Family] = {kind: _Family(**differences) for kind, differences in _TABLES["families"].items()}
 
 _QUERY_KEY_VALUE_HEADS_ARE_HEADS = ("llama", "phi", "phi3", "olmo", "olmo2", "olmo3", "olmoe", "nemotron")
@@ -274,7 +270,7 @@ def _transformer(f: _ConfigFields, family: _Family, mtp: bool | None, vocabulary
     e = 0 if latent else _head_dim(f, family, d, heads)
 
     experts = _experts(f, family)
-    dense = _DENSE[family.dense](f, layers) if experts else tuple(range(layers))
+    dense = tuple(range(layers)) if not experts else _DENSE[family.dense](f, layers) if family.dense else ()
     sparse = layers - len(dense)
     mlp_default = 4 * d if f.kind == "gpt2" else _REQUIRED
     mlp_width = f.number("intermediate_size", "n_inner", default=mlp_default) if dense else 0

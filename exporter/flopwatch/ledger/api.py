@@ -61,7 +61,6 @@ def runs_router(store: Store, may_read: Authorize, may_close: Authorize) -> APIR
 
 
 def _refusal(error: Exception) -> HTTPException:
-    """Return the HTTP error for an exception in `STATUS_CODES`."""
     several = isinstance(error, NoSuchRun) and error.several
     return HTTPException(409 if several else STATUS_CODES[type(error)], str(error))
 

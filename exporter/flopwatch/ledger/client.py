@@ -75,7 +75,6 @@ class LedgerClient:
         return answer
 
     def _unreachable(self, error: Exception) -> LedgerError:
-        """Return the error for a request without an answer."""
         if isinstance(cause := reason(error), ssl.SSLCertVerificationError):
             advice = f"set {self._ca_flag} to the CA that signed its certificate"
             return LedgerError(f"{self._url}: {str(cause).strip()}; {advice}")
@@ -86,7 +85,6 @@ class LedgerClient:
         )
 
     def _refused(self, response: httpx.Response) -> LedgerError:
-        """Return the error for an answer with an error status."""
         code = response.status_code
         try:
             detail = printable(response.json()["detail"])

@@ -66,7 +66,6 @@ class RunLedger:
         self.incidents.settle_ready(over=self.ended is not None)
 
     def _submit(self, at: float | None) -> None:
-        """Take a time of submission."""
         if at is None or at < self.since:
             return
         self.resubmitted = max(self.resubmitted, at)
@@ -318,7 +317,6 @@ class RunLedger:
             self._end_run(record.end)
 
     def _end_run(self, end: str) -> None:
-        """End the run with a status."""
         self.ended = end
         self.incidents.close_current(self.buckets.frontier)
         self.incidents.recovering = None

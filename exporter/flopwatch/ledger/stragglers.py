@@ -101,7 +101,6 @@ def _clear_highest(scores: Mapping[_Name, float]) -> _Name | None:
 
 
 def _means(scores: Mapping[SourceRank, float]) -> Iterator[tuple[str, float]]:
-    """Yield the mean score of each source."""
     by_source: dict[str, list[float]] = {}
     for (source, _), score in scores.items():
         by_source.setdefault(source, []).append(score)

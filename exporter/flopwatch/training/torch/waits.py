@@ -117,22 +117,30 @@ class Watch:
 
     def begins(self) -> Mark | None:
         """Return the begin of a wait; None in a step that is not measured, in another wait or in a graph's capture."""
-        recorder = self.recorder
-        if not recorder.measuring or recorder.in_wait:
+        recorder, cuda = self.recorder, torch.cuda
+        try:
+            if not recorder.measuring or recorder.in_wait:
+                return None
+            if cuda.is_initialized() and cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
+                return None
+            recorder.in_wait = True
+            return recorder.mark()
+        except Exception as error:
+            self.failed(error)
             return None
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
-            return None
-        recorder.in_wait = True
-        return recorder.mark()
 
-    def ends(self, began: Mark) -> None:
-        """Record a wait that ends now."""
+    def ends(self, began: Mark | None) -> None:
+        """Record a wait that ends now, if one began."""
         recorder = self.recorder
-        recorder.in_wait = False
-        if not self._seen:
-            self._seen = True
-            recorder.measures_wait()
-        recorder.waited(began, recorder.mark())
+        try:
+            if began is not None:
+                recorder.in_wait = False
+                if not self._seen:
+                    self._seen = True
+                    recorder.measures_wait()
+                recorder.waited(began, recorder.mark())
+        except Exception as error:
+            self.failed(error)
 
     def failed(self, error: Exception) -> None:
         """Report an error that must not reach the model."""
@@ -148,24 +156,6 @@ class Watch:
         elif position >= self._first_position + STEPS_TO_BE_SURE:
             self._seen = True
             log.warning("the wait for other ranks is not measured: no wait was seen in the model's first steps")
-
-
-def _begins(watched: Watch) -> Mark | None:
-    """Return `watched.begins()`, and None if that raises."""
-    try:
-        return watched.begins()
-    except Exception as error:
-        watched.failed(error)
-        return None
-
-
-def _ends(watched: Watch, began: Mark | None) -> None:
-    """Record the end of a wait, if one began; report exceptions."""
-    try:
-        if began is not None:
-            watched.ends(began)
-    except Exception as error:
-        watched.failed(error)
 
 
 class _Replaced:
@@ -215,7 +205,7 @@ class _Bracket:
         try:
             self._passes.discard(this)
             if (began := self._watch.begins()) is not None:
-                _queue(functools.partial(_ends, self._watch, began))
+                _queue(functools.partial(self._watch.ends, began))
         except Exception as error:
             self._watch.failed(error)
 
@@ -267,12 +257,12 @@ def _watch_group(watched: Watch, group: Any) -> None:
                     result.all_gather_work.wait()
         except Exception as error:
             watched.failed(error)
-        _ends(watched, began)
+        watched.ends(began)
         wait_for_unshard()
 
     def timed_post_backward(*unused: object) -> None:
         nonlocal in_post_backward
-        in_post_backward = _begins(watched)
+        in_post_backward = watched.begins()
         try:
             post_backward(*unused)
         finally:
@@ -284,16 +274,16 @@ def _watch_group(watched: Watch, group: Any) -> None:
         nonlocal in_post_backward
         wait_for_post_backward()
         began, in_post_backward = in_post_backward, None
-        _ends(watched, began)
+        watched.ends(began)
 
     def timed_finalize_backward() -> None:
         # Since torch 2.11 the first group's waits for all of them.
         pending = getattr(group.comm_ctx, "_last_post_reduce_events", True)
-        began = _begins(watched) if pending else None
+        began = watched.begins() if pending else None
         try:
             finalize_backward()
         finally:
-            _ends(watched, began)
+            watched.ends(began)
 
     for ours in (timed_wait_for_unshard, timed_post_backward, timed_wait_for_post_backward, timed_finalize_backward):
         name = ours.__name__.removeprefix("timed_")
@@ -320,10 +310,10 @@ def _timed(watched: Watch, original: Callable[..., Any]) -> Callable[..., Any]:
         # Other threads save checkpoints or gather metrics while the loop runs.
         if torch.compiler.is_compiling() or threading.get_ident() != thread:
             return original(*args, **kwargs)
-        began = _begins(watched)
+        began = watched.begins()
         try:
             return original(*args, **kwargs)
         finally:
-            _ends(watched, began)
+            watched.ends(began)
 
     return timed
