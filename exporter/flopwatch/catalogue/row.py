@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
+__all__ = ["GPU", "PORT", "RANK", "RUN", "Metric", "Sample"]  # of the package too
+
 Type = Literal["counter", "gauge", "histogram", "info"]
 
 

@@ -108,7 +108,7 @@ class _Loop:
     @common.guarded
     def _take(self, loader: Any, batch: Any) -> None:
         session = self._session
-        session.consume(*([common.count(batch, self._tokens)] if loader is None else session.loaders.take(loader)))
+        session.consume(*([common.count(batch, self._tokens)] if loader is None else session.take(loader)))
 
     @common.guarded
     def _ends(self, training: bool) -> None:

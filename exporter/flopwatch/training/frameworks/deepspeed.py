@@ -60,7 +60,7 @@ def steps(session: common.TrainingSession, engine: Any, tokens_per_step: int | N
         before, updates = updates, engine.global_steps
         if updates <= before:
             return
-        fetched = session.loaders.take_all()
+        fetched = session.take_all()
         if tokens_per_step is None:
             session.end()
             session.consume(*fetched)

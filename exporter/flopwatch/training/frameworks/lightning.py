@@ -75,7 +75,7 @@ class FlopwatchCallback(common.ReporterMixin, _lightning.Callback):  # type: ign
         session = self._session
         if session is None:
             return
-        session.consume(*session.loaders.take())
+        session.consume(*session.take())
         if trainer.global_step > self._global_step:
             self._global_step = trainer.global_step
             tokens = session.step()
