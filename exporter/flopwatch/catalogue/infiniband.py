@@ -101,7 +101,7 @@ INFINIBAND_CARRIER_CHANGES_TOTAL = counter("infiniband_carrier_changes_total",
     "/sys/class/net/N/carrier_changes")
 # fmt: on
 
-# Rows of data/port_counters.csv, each under its name in capitals. Declared are those that other modules import.
+# Rows of data/port_counters.csv, each under its name in capitals. The rows that other modules import are declared.
 INFINIBAND_TRANSMIT_DATA_BYTES_TOTAL: PortCounter
 INFINIBAND_RECEIVE_DATA_BYTES_TOTAL: PortCounter
 INFINIBAND_RECEIVE_PACKETS_TOTAL: PortCounter

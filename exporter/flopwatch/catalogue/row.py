@@ -37,6 +37,7 @@ class Metric:
 def _row(
     type: Type, name: str, help: str, labels: tuple[str, ...], source: str, *, scale: float = 1.0, key: bool = False
 ) -> Metric:
+    """Return a row; the functions below are this one for each type."""
     return Metric(name, type, help, labels, source, scale, key)
 
 

@@ -116,9 +116,7 @@ def _one_window(f: _ConfigFields, layers: int) -> Windows:
 def _alternating(f: _ConfigFields, layers: int) -> Windows:
     """Return the windows of layer_types, else a window in all layers but each `full_every`th."""
     family = FAMILIES[f.kind]
-    every = (
-        f.number(*family.full_every_from, default=family.full_every) if family.full_every_from else family.full_every
-    )
+    every = f.number(*family.full_every_from, default=family.full_every)
     types = f.layer_types(layers)
     return _where(f, [(layer + 1) % every != 0 for layer in range(layers)] if types is None else types)
 

@@ -148,11 +148,6 @@ class Recorder:
         self.note("checkpoint", Totals.commit, step, at=0.0)
 
     @property
-    def loop_thread(self) -> int | None:
-        """Return the id of the thread that takes the steps; None before the first step."""
-        return self.totals.loop_thread
-
-    @property
     def measure_every(self) -> int:
         """Return N, where phases and waits are measured in every N-th step.
 

@@ -156,7 +156,7 @@ class Checkpoints:
 
     def _is_loop(self) -> bool:
         """Return whether this thread runs the training loop, or that thread is unknown."""
-        loop = None if self.recorder is None else self.recorder.loop_thread
+        loop = None if self.recorder is None else self.recorder.totals.loop_thread
         return loop in (None, threading.get_ident())
 
     def _failed(self, error: Exception) -> None:

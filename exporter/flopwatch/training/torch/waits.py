@@ -9,8 +9,6 @@ is not measured, and a warning is logged.
 docs/stragglers.md lists what is absent. A step under no_sync() has no wait. A CUDA graph's capture is not marked.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import sys
@@ -35,6 +33,64 @@ STEPS_TO_BE_SURE = 2  # without a wait, after which a warning is logged
 
 class Unmeasured(Exception):
     """The wait for other ranks cannot be measured. The message gives the reason."""
+
+
+class Watch:
+    """Hooks of one run that measure waits; `remove()` removes them."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self._seen = False
+        self._first_position: int | None = None
+        self.handles: list[Any] = []  # of hooks, and of what was replaced
+
+    def remove(self) -> None:
+        """Remove all hooks."""
+        self._seen = True  # no warning from now on
+        while self.handles:
+            self.handles.pop().remove()
+
+    def begins(self) -> Mark | None:
+        """Return the begin of a wait; None in a step that is not measured, in another wait or in a graph's capture."""
+        recorder, cuda = self.recorder, torch.cuda
+        try:
+            if not recorder.measuring or recorder.in_wait:
+                return None
+            if cuda.is_initialized() and cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
+                return None
+            recorder.in_wait = True
+            return recorder.mark()
+        except Exception as error:
+            self.failed(error)
+            return None
+
+    def ends(self, began: Mark | None) -> None:
+        """Record a wait that ends now, if one began."""
+        recorder = self.recorder
+        try:
+            if began is not None:
+                recorder.in_wait = False
+                if not self._seen:
+                    self._seen = True
+                    recorder.measures_wait()
+                recorder.waited(began, recorder.mark())
+        except Exception as error:
+            self.failed(error)
+
+    def failed(self, error: Exception) -> None:
+        """Report an error that must not reach the model."""
+        self.recorder.failed("watch", error)
+
+    def check(self) -> None:
+        """Log once if steps were taken without a wait; called before each push."""
+        position = self.recorder.position
+        if self._seen or position is None:
+            return
+        if self._first_position is None:
+            self._first_position = position
+        elif position >= self._first_position + STEPS_TO_BE_SURE:
+            self._seen = True
+            log.warning("the wait for other ranks is not measured: no wait was seen in the model's first steps")
 
 
 def watch(recorder: Recorder, model: object = None) -> Watch:
@@ -98,64 +154,6 @@ def _others(recorder: Recorder) -> set[str]:
 def _tensor_parallel(group: Any) -> bool:
     """Return whether the parameters of an FSDP2 group are sharded along more than FSDP2's own dimensions."""
     return any(parameter.sharded_param.device_mesh.ndim > group.mesh_info.mesh.ndim for parameter in group.fsdp_params)
-
-
-class Watch:
-    """Hooks of one run that measure waits; `remove()` removes them."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self.recorder = recorder
-        self._seen = False
-        self._first_position: int | None = None
-        self.handles: list[Any] = []  # of hooks, and of what was replaced
-
-    def remove(self) -> None:
-        """Remove all hooks."""
-        self._seen = True  # no warning from now on
-        while self.handles:
-            self.handles.pop().remove()
-
-    def begins(self) -> Mark | None:
-        """Return the begin of a wait; None in a step that is not measured, in another wait or in a graph's capture."""
-        recorder, cuda = self.recorder, torch.cuda
-        try:
-            if not recorder.measuring or recorder.in_wait:
-                return None
-            if cuda.is_initialized() and cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
-                return None
-            recorder.in_wait = True
-            return recorder.mark()
-        except Exception as error:
-            self.failed(error)
-            return None
-
-    def ends(self, began: Mark | None) -> None:
-        """Record a wait that ends now, if one began."""
-        recorder = self.recorder
-        try:
-            if began is not None:
-                recorder.in_wait = False
-                if not self._seen:
-                    self._seen = True
-                    recorder.measures_wait()
-                recorder.waited(began, recorder.mark())
-        except Exception as error:
-            self.failed(error)
-
-    def failed(self, error: Exception) -> None:
-        """Report an error that must not reach the model."""
-        self.recorder.failed("watch", error)
-
-    def check(self) -> None:
-        """Log once if steps were taken without a wait; called before each push."""
-        position = self.recorder.position
-        if self._seen or position is None:
-            return
-        if self._first_position is None:
-            self._first_position = position
-        elif position >= self._first_position + STEPS_TO_BE_SURE:
-            self._seen = True
-            log.warning("the wait for other ranks is not measured: no wait was seen in the model's first steps")
 
 
 class _Replaced:
