@@ -1,36 +1,18 @@
 """Command line of flopwatch. Each command imports what it needs when it runs."""
 
-from __future__ import annotations
-
 import argparse
+import importlib
 import os
 import sys
 from collections.abc import Sequence
 
 import flopwatch
-from flopwatch.commands import (
-    boards,
-    capture,
-    check,
-    doctor,
-    exporter,
-    flops,
-    kmsg,
-    ledger,
-    maintenance,
-    metrics,
-    peak,
-    report,
-    run,
-    simulate,
-    size,
-    stacks,
-)
+from flopwatch.commands import run
 from flopwatch.settings import SettingsError
 
-# In the order of --help.
-COMMANDS = (exporter, doctor, ledger, maintenance, metrics, check, run, report,
-            size, boards, flops, peak, stacks, simulate, capture, kmsg)  # fmt: skip
+# Modules of flopwatch.commands, in the order of --help.
+COMMANDS: tuple[str, ...] = ("exporter", "doctor", "ledger", "maintenance", "metrics", "check", "run", "report")
+COMMANDS += ("size", "boards", "flops", "peak", "stacks", "simulate", "capture", "kmsg")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -63,8 +45,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"flopwatch {flopwatch.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in COMMANDS:
-        command.add(commands)
+    for name in COMMANDS:
+        importlib.import_module(f"flopwatch.commands.{name}").add(commands)
     return parser
 
 

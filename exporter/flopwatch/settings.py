@@ -82,11 +82,8 @@ class ExporterSettings:
             raise SettingsError(
                 f"--ledger {self.ledger!r}: write embedded, off, or the ledger's URL (http://host:port)"
             )
-        if (
-            "://" in self.ledger
-            and self.ledger_token_file is None
-            and not _is_loopback(urlsplit(self.ledger).hostname or "")
-        ):
+        elsewhere = "://" in self.ledger and not _is_loopback(urlsplit(self.ledger).hostname or "")
+        if elsewhere and self.ledger_token_file is None:
             raise SettingsError(
                 f"--ledger {self.ledger}: a ledger on another host accepts no records without a token; "
                 "give its file with --ledger-token-file FILE"

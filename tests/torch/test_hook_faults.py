@@ -445,7 +445,7 @@ def test_settings_that_make_no_sense_change_nothing(plain: Trained, variables: d
         ),
         pytest.param(
             "torch",
-            {"totals.Totals.waited", "run.Run.watch", "torch.waits.Watch.begins", "push.otlp.Wire.encode"},
+            {"totals.Totals.waited", "run.Run.watch", "torch.waits._watch", "push.otlp.Wire.encode"},
             id="torch",
             marks=pytest.mark.torch,
         ),

@@ -7,6 +7,7 @@ import ctypes
 import json
 import subprocess
 import sys
+from functools import partial
 from typing import Any
 
 import pytest
@@ -283,7 +284,7 @@ def test_a_sweep_reports_the_best_shape_and_what_it_reached(dtype: str) -> None:
 def test_seconds_come_from_the_devices_events_and_the_best_shape_wins() -> None:
     import torch
 
-    from flopwatch.training.torch.peak import EventTimer, sweep
+    from flopwatch.training.torch.peak import event_timer, sweep
 
     class Event:
         """CUDA event of a fake device that takes 4 ms for the third shape and 1 ms for anything else."""
@@ -301,7 +302,9 @@ def test_seconds_come_from_the_devices_events_and_the_best_shape_wins() -> None:
             assert end.number == self.number + 1
             return 4.0 if end.number > 8 else 1.0
 
-    achieved = sweep("fp16", 0.003, ((8, 8, 8), (16, 16, 16), (16, 32, 16)), torch.device("cpu"), EventTimer(Event))
+    achieved = sweep(
+        "fp16", 0.003, ((8, 8, 8), (16, 16, 16), (16, 32, 16)), torch.device("cpu"), partial(event_timer, event=Event)
+    )
     assert (achieved.shape, achieved.flops_per_second) == ((16, 16, 16), 2 * 16**3 / 1e-3)
 
 

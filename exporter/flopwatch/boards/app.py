@@ -5,8 +5,6 @@ queries here, so that neither the address nor the token of Prometheus leaves thi
 https://prometheus.io/docs/prometheus/latest/querying/api/.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

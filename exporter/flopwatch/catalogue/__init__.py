@@ -7,8 +7,6 @@ Names follow https://prometheus.io/docs/practices/naming/: base units, unit in t
 no label that the scrape owns (`job, instance, namespace, pod, container, node, service`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from flopwatch.catalogue import exporter, gpu, host, infiniband, nvlink, run, training

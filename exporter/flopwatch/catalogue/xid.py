@@ -1,12 +1,10 @@
-"""What Xid and SXid codes mean: the tables in data/, which only this module reads.
+"""What Xid and SXid codes mean, from the tables in data/.
 
 `xid.csv` is NVIDIA's Xid catalogue (https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html) with a
 severity of ours: `error` ends the job and leaves the GPU fine, `critical` needs a reset or a drain, `fatal` a reboot or
 new hardware. `sxid.csv` is from the Fabric Manager user guide
 (https://docs.nvidia.com/datacenter/tesla/fabric-manager-user-guide/).
 """
-
-from __future__ import annotations
 
 import csv
 from collections.abc import Mapping
@@ -19,7 +17,7 @@ SXID_SEVERITIES = {"always fatal": "fatal", "potentially fatal": "critical", "no
 
 @dataclass(frozen=True, slots=True)
 class XidMeaning:
-    """Meaning of an Xid: NVIDIA's name, class and action, our severity, and `page`.
+    """Meaning of an Xid or SXid: NVIDIA's name, class and action, our severity, and `page`.
 
     `page` is what to do, in words, about a GPU that is not fit for work after this Xid. It is empty for other codes.
     """
@@ -28,17 +26,7 @@ class XidMeaning:
     category: str
     severity: str
     action: str
-    page: str
-
-
-@dataclass(frozen=True, slots=True)
-class SxidMeaning:
-    """Meaning of an SXid: the Fabric Manager guide's name, class and action, and our severity for that class."""
-
-    name: str
-    category: str
-    severity: str
-    action: str
+    page: str = ""
 
 
 @cache
@@ -57,17 +45,13 @@ def paging_xids() -> tuple[int, ...]:
 
 
 @cache
-def sxids() -> Mapping[str, SxidMeaning]:
+def sxids() -> Mapping[str, XidMeaning]:
     """Return the meaning of each SXid, by code."""
-    return {
-        row["sxid"]: SxidMeaning(
-            row["name"],
-            row["fabric_manager_guide_class"],
-            SXID_SEVERITIES[row["fabric_manager_guide_class"]],
-            row["action"],
-        )
-        for row in read_table("sxid.csv")
-    }
+    meanings = {}
+    for row in read_table("sxid.csv"):
+        category = row["fabric_manager_guide_class"]
+        meanings[row["sxid"]] = XidMeaning(row["name"], category, SXID_SEVERITIES[category], row["action"])
+    return meanings
 
 
 def read_table(name: str) -> list[dict[str, str]]:

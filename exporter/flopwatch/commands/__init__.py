@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -68,17 +69,16 @@ def address(text: str) -> Address:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def seconds(text: str) -> float:
-    """Parse a positive number of seconds, for argparse."""
-    return positive(text, " of seconds")
+def number(kind: Callable[[str], float], fits: Callable[[Any], bool], what: str) -> Callable[[str], Any]:
+    """Return a parser of numbers for argparse; its error is that the text is not `what`."""
+
+    def parse(text: str) -> Any:
+        with suppress(ValueError):
+            if fits(value := kind(text)):
+                return value
+        raise argparse.ArgumentTypeError(f"{text} is not {what}")
+
+    return parse
 
 
-def positive(text: str, of: str = "") -> float:
-    """Parse a positive number, for argparse; `of` names its unit in the error."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < 1e6:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number{of}")
-    return number
+seconds = number(float, lambda value: 0 < value < 1e6, "a positive number of seconds")

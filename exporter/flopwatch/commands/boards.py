@@ -1,7 +1,5 @@
 """`flopwatch boards`: show the dashboards in a browser, without Grafana."""
 
-from __future__ import annotations
-
 import argparse
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`flopwatch capture`: record this host as a test case."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import pwd

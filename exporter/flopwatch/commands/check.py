@@ -107,7 +107,6 @@ def _judged(options: argparse.Namespace, settings: ExporterSettings, look: Look)
 
 
 def _record(options: argparse.Namespace, settings: ExporterSettings, samples: list[Sample]) -> tuple[str, int]:
-    """Store the present shape of this node."""
     from flopwatch.node.collectors import StateFile
     from flopwatch.node.health import check
     from flopwatch.node.health.expectations import Expectations, learnt_file
@@ -135,27 +134,15 @@ def add(commands: Commands) -> None:
     parser = command(commands, "check", run, "report whether this node is fit for training, and what to do if not")
     _make_wrong_flags_unknown(parser)
     add = parser.add_argument
-    add(
-        "--format",
-        choices=FORMATS,
-        default="nagios",
-        help="nagios (default; exit status 0 ok, 1 degraded, 2 bad, 3 unknown), text, json, or npd "
-        "(node-problem-detector: 0 ok, 1 problem, 2 unknown)",
-    )
+    text = "nagios (default; exit status 0 ok, 1 degraded, 2 bad, 3 unknown), text, json, or npd "
+    text += "(node-problem-detector: 0 ok, 1 problem, 2 unknown)"
+    add("--format", choices=FORMATS, default="nagios", help=text)
     add("--json", action="store_const", const="json", dest="format", help="the same as --format json")
     add("-v", "--verbose", action="store_true", help="a line for each reason")
-    add(
-        "--fail-on",
-        choices=("bad", "degraded"),
-        default="bad",
-        help="lowest verdict that is a problem for npd (default bad)",
-    )
-    add(
-        "--seconds",
-        type=seconds,
-        metavar="SECONDS",
-        help="look twice: ignore momentary states, and find rising error counters",
-    )
+    text = "lowest verdict that is a problem for npd (default bad)"
+    add("--fail-on", choices=("bad", "degraded"), default="bad", help=text)
+    text = "look twice: ignore momentary states, and find rising error counters"
+    add("--seconds", type=seconds, metavar="SECONDS", help=text)
     add("--deadline", type=seconds, default=10.0, metavar="SECONDS", help="maximum duration of a look (default 10)")
     shape = parser.add_argument_group("what is expected of the node")
     shape.add_argument("--expect", type=Path, metavar="FILE", help="shape of the node (default STATE/expected.json)")

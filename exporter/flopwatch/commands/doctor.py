@@ -1,7 +1,5 @@
 """`flopwatch doctor`: what can be read on this node, and the owners of its GPUs."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil

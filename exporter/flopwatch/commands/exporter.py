@@ -1,7 +1,5 @@
 """`flopwatch exporter`: the node exporter."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from functools import partial

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flopwatch.commands import Commands, command
+from flopwatch.commands import Commands, command, number
 from flopwatch.settings import SettingsError
 
 if TYPE_CHECKING:
@@ -123,14 +123,7 @@ def _page(model: Transformer, answer: dict[str, Any], options: argparse.Namespac
     return "\n".join([*notes, "", *(f"{text:<{left}}  {number:>{right}}" for text, number in facts), "", *table])
 
 
-def _positive(text: str) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        number = 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number from 1 on")
-    return number
+_positive = number(int, lambda value: value >= 1, "a whole number from 1 on")
 
 
 def _names(text: str) -> tuple[str, ...]:

@@ -1,7 +1,5 @@
 """`flopwatch kmsg`: stream the kernel log to an exporter without privileges."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

@@ -133,4 +133,4 @@ def _flags(parser: argparse.ArgumentParser, **more: Any) -> None:
 
 def _days(text: str) -> float:
     """Parse a positive number of days and return it in seconds, for argparse."""
-    return seconds(text) * 86400
+    return float(seconds(text)) * 86400

@@ -1,7 +1,5 @@
 """`flopwatch maintenance`: hold back the alerts of this host while it is being worked on."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import time

@@ -1,7 +1,5 @@
 """`flopwatch metrics`: list the series of the catalogue."""
 
-from __future__ import annotations
-
 import argparse
 
 from flopwatch.commands import Commands, command

@@ -1,13 +1,11 @@
 """`flopwatch report`: a page about one run with its MFU, goodput and losses."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time
 from pathlib import Path
 
-from flopwatch.commands import Commands, command, seconds
+from flopwatch.commands import Commands, command, number, seconds
 from flopwatch.settings import SettingsError
 
 FORMATS = {".html": "html", ".md": "markdown", ".json": "json"}
@@ -47,19 +45,11 @@ def _duration(text: str) -> float:
     """Parse a duration such as 90d, 12h or 30m and return its seconds, for argparse."""
     for unit, size in (("d", 86_400.0), ("h", 3600.0), ("m", 60.0)):
         if text.endswith(unit):
-            return seconds(text.removesuffix(unit)) * size
-    return seconds(text)
+            return float(seconds(text.removesuffix(unit))) * size
+    return float(seconds(text))
 
 
-def _price(text: str) -> float:
-    """Parse a price of at least 0, for argparse."""
-    try:
-        price = float(text)
-    except ValueError:
-        price = -1.0
-    if not 0 <= price < 1e6:
-        raise argparse.ArgumentTypeError(f"{text} is not a price of a GPU-hour")
-    return price
+_price = number(float, lambda value: 0 <= value < 1e6, "a price of a GPU-hour")
 
 
 def add(commands: Commands) -> None:

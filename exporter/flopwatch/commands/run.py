@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any
 
-from flopwatch.commands import Commands, command
+from flopwatch.commands import Commands, command, number
 from flopwatch.settings import SettingsError
 
 if TYPE_CHECKING:
@@ -163,14 +163,12 @@ def _show_without_us(error: BaseException) -> None:
     sys.excepthook = show
 
 
-def _positive(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return int(number) if number.is_integer() else number
+def _whole_if_possible(text: str) -> float:
+    value = float(text)
+    return int(value) if value.is_integer() else value
+
+
+_positive = number(_whole_if_possible, lambda value: 0 < value < float("inf"), "a positive number")
 
 
 def add(commands: Commands) -> None:

@@ -1,7 +1,5 @@
 """`flopwatch simulate`: run the fleet simulator of a checkout."""
 
-from __future__ import annotations
-
 import argparse
 
 from flopwatch.commands import Commands, command, need_checkout

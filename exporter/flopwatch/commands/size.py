@@ -1,14 +1,12 @@
 """`flopwatch size`: what a cluster of some size needs of Prometheus, the ledger and the network."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import re
 from dataclasses import asdict
 from functools import partial
 
-from flopwatch.commands import Commands, command, flag, given, need_checkout, seconds
+from flopwatch.commands import Commands, command, flag, given, need_checkout, number, seconds
 from flopwatch.settings import SettingsError
 
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800, "y": 31_536_000}
@@ -44,30 +42,14 @@ def _duration(text: str) -> float:
     return float(sum(int(number) * UNITS[unit] for number, unit in re.findall(r"(\d+)([smhdwy])", text)))
 
 
-def _whole(text: str) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        number = -1
-    if not 0 <= number <= 1_000_000:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number from 0 to a million")
-    return number
+_whole = number(int, lambda value: 0 <= value <= 1_000_000, "a whole number from 0 to a million")
+_number = number(float, lambda value: 0 <= value <= 1000, "a number from 0 to 1000")
 
 
 def _some(text: str) -> int:
-    if (number := _whole(text)) == 0:
+    if not (value := _whole(text)):
         raise argparse.ArgumentTypeError("there is at least one")
-    return number
-
-
-def _number(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = -1.0
-    if not 0 <= number <= 1000:
-        raise argparse.ArgumentTypeError(f"{text} is not a number from 0 to 1000")
-    return number
+    return int(value)
 
 
 def add(commands: Commands) -> None:

@@ -1,7 +1,5 @@
 """`flopwatch stacks`: print the stacks of a hanging rank's threads."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -9,8 +9,6 @@ Norms, biases and routers are in `other_parameters`, so that `parameters` equals
 gemma3 with images only the language model is counted: the image tower runs per image, not per token.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -118,9 +116,7 @@ def _one_window(f: _ConfigFields, layers: int) -> Windows:
 def _alternating(f: _ConfigFields, layers: int) -> Windows:
     """Return the windows of layer_types, else a window in all layers but each `full_every`th."""
     family = FAMILIES[f.kind]
-    every = (
-        f.number(*family.full_every_from, default=family.full_every) if family.full_every_from else family.full_every
-    )
+    every = f.number(*family.full_every_from, default=family.full_every)
     types = f.layer_types(layers)
     return _where(f, [(layer + 1) % every != 0 for layer in range(layers)] if types is None else types)
 
@@ -150,10 +146,6 @@ def _qwen_windows(f: _ConfigFields, layers: int) -> Windows:
         first_with = f.number("max_window_layers", least=0)
         types = [layer >= first_with for layer in range(layers)]
     return _where(f, types)
-
-
-def _all_sparse(f: _ConfigFields, layers: int) -> tuple[int, ...]:
-    return ()
 
 
 def _qwen_dense(f: _ConfigFields, layers: int) -> tuple[int, ...]:
@@ -197,7 +189,7 @@ class _Family:
 
 
 _WINDOWS = {"none": _no_windows, "one": _one_window, "qwen": _qwen_windows, "alternating": _alternating}
-_DENSE = {"": _all_sparse, "qwen": _qwen_dense, "deepseek": _deepseek_dense}
+_DENSE = {"qwen": _qwen_dense, "deepseek": _deepseek_dense}
 FAMILIES: dict[str, _Family] = {kind: _Family(**differences) for kind, differences in _TABLES["families"].items()}
 
 _QUERY_KEY_VALUE_HEADS_ARE_HEADS = ("llama", "phi", "phi3", "olmo", "olmo2", "olmo3", "olmoe", "nemotron")
@@ -276,7 +268,7 @@ def _transformer(f: _ConfigFields, family: _Family, mtp: bool | None, vocabulary
     e = 0 if latent else _head_dim(f, family, d, heads)
 
     experts = _experts(f, family)
-    dense = _DENSE[family.dense](f, layers) if experts else tuple(range(layers))
+    dense = tuple(range(layers)) if not experts else _DENSE[family.dense](f, layers) if family.dense else ()
     sparse = layers - len(dense)
     mlp_default = 4 * d if f.kind == "gpt2" else _REQUIRED
     mlp_width = f.number("intermediate_size", "n_inner", default=mlp_default) if dense else 0

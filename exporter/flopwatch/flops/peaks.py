@@ -5,14 +5,12 @@ Figures that data sheets print "with sparsity" are halved. Names are compared wh
 and "A100" in "NVIDIA RTX A1000", and no peak comes from a clock: the boost behind a data sheet is not NVML's maximum.
 """
 
-from __future__ import annotations
-
-import csv
 import re
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import cache
-from importlib.resources import files
+
+from flopwatch.catalogue.xid import read_table
 
 DTYPES = ("fp16", "bf16", "tf32", "fp8", "fp4", "int8")
 
@@ -31,8 +29,7 @@ class Peak:
 
 @cache
 def _table() -> dict[str, dict[str, str]]:
-    text = files("flopwatch").joinpath("data/peak_flops.csv").read_text(encoding="utf-8")
-    return {row["nvml_name"]: row for row in csv.DictReader(text.splitlines())}
+    return {row["nvml_name"]: row for row in read_table("peak_flops.csv")}
 
 
 def peak(nvml_name: str, dtype: str) -> Peak:

@@ -12,8 +12,6 @@ parameters a token passes through, L layers, H query heads, e head dimension, s 
 formulas of each part: GQA, MLA, experts, windows, multi-token prediction, packing, LoRA and recomputation.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Passwords of HTTP basic authentication (RFC 7617), compared with bcrypt hashes."""
 
-from __future__ import annotations
-
 import base64
 import binascii
 import hashlib

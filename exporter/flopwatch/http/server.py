@@ -1,7 +1,5 @@
 """HTTP server of exporter, ledger and boards: listeners, tokens, bounded bodies, timeouts and a clean shutdown."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hmac

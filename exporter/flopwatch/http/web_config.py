@@ -235,7 +235,6 @@ _PROBLEMS = {"list_type": "is not a list of names", "string_type": "is not a pla
 
 
 def _wrong(key: str, problem: str) -> PydanticCustomError:
-    """Return the error of one key of a section."""
     return PydanticCustomError("key", "{problem}", {"key": key, "problem": problem})
 
 

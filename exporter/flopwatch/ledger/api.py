@@ -3,8 +3,6 @@
 The run is a query parameter, since its name may contain any of `/:@+` and a tenant's any character.
 """
 
-from __future__ import annotations
-
 import json
 import sqlite3
 from collections.abc import Callable
@@ -15,18 +13,15 @@ from fastapi.concurrency import run_in_threadpool
 
 from flopwatch.http import server as http_server
 from flopwatch.ledger.attempt import END_OF_RUN
+from flopwatch.ledger.record import RecordError
 from flopwatch.ledger.store import AlreadyEnded, NoSuchRun, Store
 
 # Raises Unauthorized for a request without permission.
 Authorize = Callable[[Request], None]
 
-_STATUS_CODES: dict[type[Exception], int] = {
-    http_server.Unauthorized: 401,
-    http_server.BodyTimeout: 408,
-    http_server.BodyTooLarge: 413,
-    NoSuchRun: 404,
-    AlreadyEnded: 409,
-}
+# 408 for a body that does not arrive makes the exporter send it again; 400 would not.
+STATUS_CODES: dict[type[Exception], int] = {RecordError: 400, NoSuchRun: 404, AlreadyEnded: 409}
+STATUS_CODES |= {http_server.Unauthorized: 401, http_server.BodyTimeout: 408, http_server.BodyTooLarge: 413}
 
 
 def runs_router(store: Store, may_read: Authorize, may_close: Authorize) -> APIRouter:
@@ -37,7 +32,7 @@ def runs_router(store: Store, may_read: Authorize, may_close: Authorize) -> APIR
         try:
             may_read(request)
             return Response(json.dumps(result()), media_type="application/json")
-        except tuple(_STATUS_CODES) as error:
+        except tuple(STATUS_CODES) as error:
             raise _refusal(error) from None
 
     @router.get("/v1/runs")
@@ -57,7 +52,7 @@ def runs_router(store: Store, may_read: Authorize, may_close: Authorize) -> APIR
             may_close(request)
             run, tenant, status = _parse_close(await http_server.read_body(request))
             return await run_in_threadpool(store.close_run, run, tenant, status)
-        except tuple(_STATUS_CODES) as error:
+        except tuple(STATUS_CODES) as error:
             raise _refusal(error) from None
         except sqlite3.Error as error:
             raise HTTPException(503, f"not written, try again: {error}") from None
@@ -66,9 +61,8 @@ def runs_router(store: Store, may_read: Authorize, may_close: Authorize) -> APIR
 
 
 def _refusal(error: Exception) -> HTTPException:
-    """Return the HTTP error for an exception in `_STATUS_CODES`."""
     several = isinstance(error, NoSuchRun) and error.several
-    return HTTPException(409 if several else _STATUS_CODES[type(error)], str(error))
+    return HTTPException(409 if several else STATUS_CODES[type(error)], str(error))
 
 
 def _parse_close(body: bytes) -> tuple[str, str | None, str]:

@@ -3,8 +3,6 @@
 The API for users is in `flopwatch.ledger.api`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -27,20 +25,11 @@ from flopwatch import catalogue as m
 from flopwatch.catalogue import Metric
 from flopwatch.http import server as http_server
 from flopwatch.http.web_config import Web
-from flopwatch.ledger.api import runs_router
-from flopwatch.ledger.record import RecordError
+from flopwatch.ledger.api import STATUS_CODES, runs_router
 from flopwatch.ledger.store import Store
 from flopwatch.settings import LedgerSettings
 
 log = logging.getLogger(__name__)
-
-# 408 for a body that does not arrive makes the exporter send it again; 400 would not.
-_HTTP_STATUS = {
-    RecordError: 400,
-    http_server.Unauthorized: 401,
-    http_server.BodyTimeout: 408,
-    http_server.BodyTooLarge: 413,
-}
 
 
 class RunFamilies(Collector):
@@ -89,9 +78,9 @@ def ledger_app(store: Store, token_file: Path | None = None) -> FastAPI:
             outcome = "failed"
             await run_in_threadpool(store.apply, records)
             outcome = "accepted"
-        except (RecordError, http_server.Unauthorized, http_server.BodyTooLarge, http_server.BodyTimeout) as error:
+        except tuple(STATUS_CODES) as error:
             outcome = "refused"
-            raise HTTPException(_HTTP_STATUS[type(error)], str(error)) from None
+            raise HTTPException(STATUS_CODES[type(error)], str(error)) from None
         except sqlite3.Error as error:
             log.error("ledger: %d records not written: %s", len(records), error)
             raise HTTPException(503, f"not written, send again: {error}") from None

@@ -6,12 +6,12 @@ The state of both is saved under the names of their fields, so a renamed field i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from math import inf
 from typing import Any
 
 from flopwatch.ledger.record import STATUSES
-from flopwatch.ledger.slowdowns import Pace
+from flopwatch.ledger.slowdowns import Pace, shallow_dict
 from flopwatch.ledger.stragglers import RankWait, StragglerTally
 
 ENDS = (*STATUSES, "silent")
@@ -63,7 +63,7 @@ class ReportingNode:
 
     def to_json(self) -> dict[str, Any]:
         """Return the state to save."""
-        return {name: getattr(self, name) for name in _NODE_FIELDS}
+        return shallow_dict(self)
 
     @classmethod
     def from_json(cls, state: Mapping[str, Any]) -> ReportingNode:
@@ -74,9 +74,6 @@ class ReportingNode:
             if values.get(name) is not None:
                 values[name] = tuple(RankWait(*one) for one in values[name])
         return cls(**values)
-
-
-_NODE_FIELDS = tuple(one.name for one in fields(ReportingNode))
 
 
 @dataclass(slots=True)
@@ -121,8 +118,7 @@ class Attempt:
 
     def to_json(self) -> dict[str, Any]:
         """Return the state to save."""
-        state = {name: getattr(self, name) for name in _ATTEMPT_FIELDS}
-        return state | {"pace": self.pace.to_json(), "late": asdict(self.late)}
+        return shallow_dict(self) | {"pace": self.pace.to_json(), "late": asdict(self.late)}
 
     @classmethod
     def from_json(cls, state: Mapping[str, Any], number: int) -> Attempt:
@@ -132,6 +128,3 @@ class Attempt:
         values["pace"] = Pace(state["start"]) if pace is None else Pace.from_json(pace)
         values["late"] = StragglerTally(**values.get("late", {}))
         return cls(**values)
-
-
-_ATTEMPT_FIELDS = tuple(one.name for one in fields(Attempt))

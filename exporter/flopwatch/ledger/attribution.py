@@ -6,8 +6,6 @@ closed connection) is an echo and never a cause. Without evidence the cause is `
 data/xid.csv and data/sxid.csv, exceptions by the name of their type. No message text is interpreted.
 """
 
-from __future__ import annotations
-
 import re
 import signal
 from collections.abc import Iterable, Sequence
@@ -125,7 +123,6 @@ class _Claim:
     cause: str
     weight: float
     text: str
-    distance: float = 0.0
     score: float = 0.0
 
 
@@ -197,7 +194,7 @@ def _claim(loss: LostTime, evidence: Evidence, before: float, after: float) -> _
     if (reading := _interpret(loss.kind, evidence)) is None:
         return None
     cause, weight, text = reading
-    return _Claim(evidence, cause, weight, text, distance, weight * 0.5 ** (distance / reach if distance else 0.0))
+    return _Claim(evidence, cause, weight, text, weight * 0.5 ** (distance / reach if distance else 0.0))
 
 
 def _interpret(loss: str, evidence: Evidence) -> tuple[str, float, str] | None:
@@ -318,7 +315,6 @@ def _confidence(sure: int) -> str:
 
 
 def _place(evidence: Evidence) -> tuple[str, str, str]:
-    """Return host, GPU and port of evidence."""
     return evidence.host, evidence.gpu, evidence.port
 
 

@@ -1,7 +1,5 @@
 """Seconds of a run per bucket, each attributed once, with the GPUs held and the FLOPs made in them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import fsum

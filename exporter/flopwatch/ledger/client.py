@@ -1,7 +1,5 @@
 """Client of a ledger's API."""
 
-from __future__ import annotations
-
 import ssl
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,7 +7,7 @@ from typing import Any
 
 import httpx
 
-from flopwatch.http.client import client, client_tls
+from flopwatch.http.client import client, client_tls, reason
 from flopwatch.ledger.record import printable
 from flopwatch.settings import SettingsError
 
@@ -77,21 +75,16 @@ class LedgerClient:
         return answer
 
     def _unreachable(self, error: Exception) -> LedgerError:
-        """Return the error for a request without an answer."""
-        cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, ssl.SSLCertVerificationError):
-            cause = cause.__cause__ or cause.__context__
-        if cause is not None:
+        if isinstance(cause := reason(error), ssl.SSLCertVerificationError):
             advice = f"set {self._ca_flag} to the CA that signed its certificate"
             return LedgerError(f"{self._url}: {str(cause).strip()}; {advice}")
-        reason = str(error) or type(error).__name__
+        text = str(error) or type(error).__name__
         return LedgerError(
-            f"{self._url_flag}: cannot reach a ledger at {self._url} ({reason}); set {self._url_flag} to "
+            f"{self._url_flag}: cannot reach a ledger at {self._url} ({text}); set {self._url_flag} to "
             "http://HOST:PORT, with port 9451 for a ledger or 9450 for an exporter with --ledger embedded"
         )
 
     def _refused(self, response: httpx.Response) -> LedgerError:
-        """Return the error for an answer with an error status."""
         code = response.status_code
         try:
             detail = printable(response.json()["detail"])

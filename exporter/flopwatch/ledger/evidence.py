@@ -1,7 +1,5 @@
 """Evidence that the hosts of a run reported lately, in bounded memory."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

@@ -6,9 +6,7 @@ short, down time, startup and steps executed again. A slow stretch or stall cost
 The cause is settled once, when no more evidence can arrive, and never changes afterwards.
 """
 
-from __future__ import annotations
-
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
@@ -17,7 +15,7 @@ from flopwatch.ledger.attribution import AT_ONCE, LOSSES, Evidence, IncidentCaus
 from flopwatch.ledger.evidence import RunEvidence
 from flopwatch.ledger.record import LedgerRecord
 from flopwatch.ledger.reporters import Reporters
-from flopwatch.ledger.slowdowns import Slowdown
+from flopwatch.ledger.slowdowns import Slowdown, shallow_dict
 
 # Seconds before and after a failure in which a signal can explain it: https://arxiv.org/abs/2410.21680.
 BEFORE, AFTER = 600.0, 300.0
@@ -92,7 +90,7 @@ class Incident:
 
     def to_json(self) -> dict[str, Any]:
         """Return the state to save."""
-        return {name: getattr(self, name) for name in _INCIDENT_FIELDS}
+        return shallow_dict(self)
 
     def figures(self, evidence: RunEvidence) -> dict[str, Any]:
         """Return the incident as the API and exports show it, with the cause so far if it is not settled."""
@@ -103,9 +101,6 @@ class Incident:
         for name in ("hosts", "silent", "follows", "until"):
             del shown[name]
         return shown
-
-
-_INCIDENT_FIELDS = tuple(one.name for one in fields(Incident))
 
 
 @dataclass(slots=True)

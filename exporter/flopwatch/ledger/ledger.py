@@ -4,8 +4,6 @@ A start after `completed` begins a new generation of the run, whose counters res
 `RUN#GENERATION`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Container, Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@ Lines are applied in file order, as a ledger would have received them. The lines
 their stamps. A run that did not finish is accounted for up to its last line.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """Which nodes report for a run: clock skew, silent nodes and overlapping attempts."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from math import fsum, inf
 from typing import NamedTuple

@@ -9,8 +9,6 @@ A record is cumulative and used at most once: one that shows less than earlier o
 nothing. docs/adr/0006-seconds-are-attributed-once.md has the rules.
 """
 
-from __future__ import annotations
-
 from math import inf
 from typing import Any, Literal
 
@@ -68,7 +66,6 @@ class RunLedger:
         self.incidents.settle_ready(over=self.ended is not None)
 
     def _submit(self, at: float | None) -> None:
-        """Take a time of submission."""
         if at is None or at < self.since:
             return
         self.resubmitted = max(self.resubmitted, at)
@@ -320,7 +317,6 @@ class RunLedger:
             self._end_run(record.end)
 
     def _end_run(self, end: str) -> None:
-        """End the run with a status."""
         self.ended = end
         self.incidents.close_current(self.buckets.frontier)
         self.incidents.recovering = None

@@ -24,6 +24,11 @@ _MAX_SAVES = 16
 WAITS = ("step", "data_stall", "checkpoint_save")  # activities that may hold an attempt up
 
 
+def shallow_dict(instance: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass by name. The values are not copied, as those of asdict() would be."""
+    return {one.name: getattr(instance, one.name) for one in fields(instance)}
+
+
 @dataclass(slots=True)
 class Slowdown:
     """A slow stretch, a stall, or a stall that ended with its attempt (kinds `slow`, `stall`, `end`)."""
@@ -233,7 +238,7 @@ class Pace:
 
     def to_json(self) -> dict[str, Any]:
         """Return the state to save."""
-        state = {name: getattr(self, name) for name in _PACE_FIELDS}
+        state = shallow_dict(self)
         parts = {name: state[name] for name in _PARTS}
         return state | {name: None if part is None else asdict(part) for name, part in parts.items()}
 
@@ -247,5 +252,4 @@ class Pace:
         return cls(**values)
 
 
-_PACE_FIELDS = tuple(one.name for one in fields(Pace))
 _PARTS: dict[str, type[_Steps | _Stretch]] = {"last": _Steps, "minute": _Steps, "stretch": _Stretch}

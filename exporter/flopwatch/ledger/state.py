@@ -3,8 +3,6 @@
 A run is one JSON object, without what has a row of its own: its nodes, earlier attempts, incidents and evidence.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from math import inf
 from types import MappingProxyType

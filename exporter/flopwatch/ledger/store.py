@@ -6,8 +6,6 @@ is served for a day after its end. One that is silent for `abandoned_after` is g
 reported. A start within a day continues the same run.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import logging

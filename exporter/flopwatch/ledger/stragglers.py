@@ -6,8 +6,6 @@ the recording rules (docs/stragglers.md), a straggler is named after three windo
 rank is nearly as slow, if work is uneven, or if a rank is not measured.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import nlargest
@@ -103,7 +101,6 @@ def _clear_highest(scores: Mapping[_Name, float]) -> _Name | None:
 
 
 def _means(scores: Mapping[SourceRank, float]) -> Iterator[tuple[str, float]]:
-    """Yield the mean score of each source."""
     by_source: dict[str, list[float]] = {}
     for (source, _), score in scores.items():
         by_source.setdefault(source, []).append(score)

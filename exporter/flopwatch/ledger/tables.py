@@ -3,8 +3,6 @@
 Names in the answers come from other users, so characters that a terminal or a spreadsheet would interpret are replaced.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import math
@@ -27,7 +25,7 @@ def runs_table(runs: Sequence[Mapping[str, Any]]) -> str:
     for run in sorted(runs, key=lambda run: (run["tenant"], run["run"])):
         state = run["state"] + (", two at once" if run["conflict"] else "")
         line = [printable(run["tenant"]), printable(run["run"]), state, str(run["attempts"])]
-        line += [_number(run["high_water_step"]), _ratio(run["goodput"]), _duration(run["wall_seconds"])]
+        line += [_number(run["high_water_step"]), _number(run["goodput"], ".3f"), _duration(run["wall_seconds"])]
         lines.append([*line, f"{_duration(run['silent_seconds'])} ago"])
     if not any(run["tenant"] for run in runs):
         lines = [line[1:] for line in lines]
@@ -60,7 +58,6 @@ def run_table(record: Mapping[str, Any]) -> str:
 
 
 def _attempts_table(record: Mapping[str, Any]) -> str:
-    """Return a table with a line for each of the last attempts."""
     causes = {one["attempt_number"]: one for one in record["incidents"] if one["kind"] == "end"}
     attempts = record["attempts"]
     lines = [["attempt", "begin", "lasted", "ended", "steps", "GPUs", "nodes", "down after", "cause"]]
@@ -128,24 +125,16 @@ def _cause(incident: Mapping[str, Any] | None) -> str:
 
 
 def _columns(lines: Iterable[Sequence[str]]) -> str:
-    """Return lines of cells as text, with aligned columns."""
     rows = list(lines)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
-def _number(value: float | None) -> str:
-    """Return a number as text, - if unknown."""
-    return "-" if value is None else f"{value:.15g}"
-
-
-def _ratio(value: float | None) -> str:
-    """Return a ratio with three decimals, - if unknown."""
-    return "-" if value is None else f"{value:.3f}"
+def _number(value: float | None, form: str = ".15g") -> str:
+    return "-" if value is None else format(value, form)
 
 
 def _time(value: float | None) -> str:
-    """Return a Unix time as date and time in UTC, - if unknown."""
     if value is None:
         return "-"
     try:
@@ -155,7 +144,6 @@ def _time(value: float | None) -> str:
 
 
 def _duration(seconds: float) -> str:
-    """Return seconds as text in the largest fitting unit."""
     for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= size:
             return f"{seconds / size:.1f} {unit}"

@@ -1,7 +1,5 @@
 """Views of a run: the samples of `/metrics`, its summary, and its whole record."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from flopwatch import catalogue as m

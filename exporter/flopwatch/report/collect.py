@@ -4,8 +4,6 @@ Single losses are in no series, since each would need one of its own. A figure w
 never estimated.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any

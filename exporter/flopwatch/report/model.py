@@ -1,7 +1,5 @@
 """Figures of a report, as `flopwatch report --format json` prints them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from flopwatch.report.statistics import CheckpointInterval, MeanTime

@@ -3,8 +3,6 @@
 The page has no script and fetches nothing. All names are escaped, since a run may have any name.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -68,7 +66,6 @@ def as_markdown(report: RunReport) -> str:
 
 
 def _render(name: str, report: RunReport) -> str:
-    """Return the report rendered with a template of this package."""
     html = name.endswith(".html.jinja")
     environment = Environment(trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined, autoescape=html)
     environment.loader, environment.keep_trailing_newline = PackageLoader("flopwatch.report", ""), not html
@@ -98,7 +95,6 @@ def _view(report: RunReport) -> dict[str, Any]:
 
 
 def _lead(report: RunReport) -> str:
-    """Return the summary line under the title."""
     parts = [f"{report.state}, from {_moment(report.began)} to {_moment(report.ended)} UTC", _time(report.wall_seconds)]
     if report.gpus is not None:
         hosts = report.host_count
@@ -112,7 +108,6 @@ def _lead(report: RunReport) -> str:
 
 
 def _tiles(report: RunReport) -> list[dict[str, Any]]:
-    """Return the tiles with the main figures."""
     mttf, mttr = report.mttf, report.mttr_seconds
     notes = [f"{mttf.count} unplanned end{'s' * (mttf.count != 1)}"]
     if mttf.low is not None:
@@ -132,7 +127,6 @@ def _tiles(report: RunReport) -> list[dict[str, Any]]:
 
 
 def _tile(title: str, value: str, notes: Iterable[str]) -> dict[str, Any]:
-    """Return a tile without a scale."""
     rows = [{"text": text, "link": ""} for text in notes]
     return {"title": title, "value": value, "ratio": None, "marks": [], "notes": rows}
 
@@ -151,13 +145,11 @@ def _ratio(title: str, value: float | None, references: Iterable[Reference], nee
 
 
 def _range(reference: Reference) -> str:
-    """Return the range of a reference in percent."""
     low, high = f"{100 * reference.low:.0f}", f"{100 * reference.high:.0f}"
     return f"{low} %" if low == high else f"{low}-{high} %"
 
 
 def _waterfall(report: RunReport) -> list[dict[str, Any]]:
-    """Return the bars of the waterfall, each starting where the one before ends."""
     rows, at, wall = [], 0.0, max(report.wall_seconds, 1e-9)
     for bucket, (title, color) in BUCKETS.items():
         seconds = report.open_seconds if bucket == OPEN else report.buckets.get(bucket, 0.0)
@@ -173,7 +165,6 @@ def _waterfall(report: RunReport) -> list[dict[str, Any]]:
 
 
 def _lost(report: RunReport) -> str:
-    """Return the sentence about GPU-hours without progress."""
     lost = report.lost_gpu_seconds()
     text = f"{_hours(lost)} GPU-hours made no progress"
     if report.price is not None:
@@ -219,7 +210,6 @@ def _timeline(report: RunReport) -> dict[str, Any]:
 
 
 def _checkpoints(report: RunReport) -> list[str]:
-    """Return sentences about the checkpoint interval."""
     saved = report.checkpoints
     if saved.commits == 0:
         return ["No durable checkpoint was reported."]
@@ -256,7 +246,6 @@ def _time(seconds: float | None) -> str:
 
 
 def _hours(seconds: float) -> str:
-    """Return seconds in hours as text."""
     hours = seconds / 3600
     return f"{hours:,.0f}" if hours >= 100 else f"{hours:,.1f}" if hours >= 1 else f"{hours:.3f}"
 
@@ -267,12 +256,10 @@ def _cost(report: RunReport, gpu_seconds: float) -> str:
 
 
 def _words(name: str) -> str:
-    """Return a name with spaces in place of underscores."""
     return name.replace("_", " ")
 
 
 def _lasted(event: Firing | ReportedLoss) -> str:
-    """Return how long an alert or a loss lasted."""
     if isinstance(event, Firing):
         return "still firing" if event.ongoing else _time(event.ended - event.began)
     return "not over" if event.back is None else _time(event.back - event.began)
@@ -285,7 +272,6 @@ def _cause(loss: ReportedLoss) -> str:
 
 
 def _moment(time: float) -> str:
-    """Return a Unix time as date and time in UTC."""
     return datetime.fromtimestamp(time, timezone.utc).strftime("%Y-%m-%d %H:%M")
 
 

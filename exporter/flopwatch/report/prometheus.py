@@ -1,7 +1,5 @@
 """Client of the Prometheus query API: https://prometheus.io/docs/prometheus/latest/querying/api/."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import isnan
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Queries to Prometheus about one run, over the ledger's series and the recorded ones."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 
@@ -29,7 +27,6 @@ class RunQueries:
         named = {"run": run} if tenant is None else {"run": run, "tenant": tenant}
         self.ledger, self.training = _selector(named), _selector({"run": run})
         self._begin, self._end, self._step = at - lookback, at, MIN_STEP
-        self._hosts: list[str] | None = None
 
     def start(self) -> tuple[float, str]:
         """Return the start of the run and its tenant, to which later queries are limited. Raises SettingsError."""
@@ -94,10 +91,8 @@ class RunQueries:
 
     def hosts(self) -> list[str]:
         """Return the hosts that ran ranks of the run."""
-        if self._hosts is None:
-            ranks = self._now(f"group by (host) ({self._last(m.TRAINING_RANK_INFO)})")
-            self._hosts = sorted(series.labels.get("host", "") for series in ranks)
-        return self._hosts
+        ranks = self._now(f"group by (host) ({self._last(m.TRAINING_RANK_INFO)})")
+        return sorted(series.labels.get("host", "") for series in ranks)
 
     def timeline(self, began: float, open_seconds: float) -> list[Slice]:
         """Return the buckets over time, with a slice for each time that the ledger's totals grew.
@@ -168,7 +163,6 @@ class RunQueries:
         return outliers
 
     def _places(self) -> dict[str, str]:
-        """Return host and GPU of each rank as text."""
         places = {}
         for series in sorted(self._now(self._last(m.TRAINING_RANK_INFO)), key=lambda one: one.points[0][0]):
             if "rank" in series.labels:
@@ -240,24 +234,19 @@ class RunQueries:
         return f"group by (instance) ({self._last(m.TRAINING_RANK_INFO)})"
 
     def _value(self, query: str) -> float | None:
-        """Return the only value of a query at the time of the report, or None."""
         return self._prometheus.value(query, self.at)
 
     def _values(self, label: str, query: str) -> dict[str, float]:
-        """Return the values of a query by one label."""
         return {series.labels[label]: series.points[0][1] for series in self._now(query)}
 
     def _count(self, query: str) -> float:
-        """Return the number of series that a query returns."""
         return self._value(f"count({query})") or 0.0
 
     def _now(self, query: str) -> list[TimeSeries]:
-        """Return the result of a query at the time of the report."""
         return [series for series in self._prometheus.query(query, self.at) if series.points]
 
 
 def _port(series: TimeSeries) -> tuple[str, str, str]:
-    """Return instance, device and port of a series."""
     return series.labels.get("instance", ""), series.labels.get("device", ""), series.labels.get("port", "")
 
 

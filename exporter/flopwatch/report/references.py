@@ -1,7 +1,5 @@
 """Published MFU and goodput of large training runs, with sources, for comparison in a report."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 

@@ -1,7 +1,5 @@
 """Statistics of a report: mean time to failure with its confidence interval, and the best checkpoint interval."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import exp, fsum, lgamma, log, sqrt

@@ -3,8 +3,6 @@
 Each reads the clock and records an event. None raises, and none suppresses an exception of the loop.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from threading import get_ident
@@ -57,13 +55,15 @@ class Checkpoint:
             self._recorder.note("checkpoint", Totals.commit, self._step)
 
 
-class Wait:
-    """Context manager around a wait for other ranks."""
-
-    __slots__ = ("_began", "_recorder")
+class _Timed:
+    """Base of the context managers that record the time between their ends."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
+
+
+class Wait(_Timed):
+    """Context manager around a wait for other ranks."""
 
     def __enter__(self) -> None:
         self._recorder.measures_wait()
@@ -75,13 +75,8 @@ class Wait:
         self._recorder.in_wait = False
 
 
-class Background:
+class Background(_Timed):
     """Context manager around a checkpoint save that runs while training goes on; for any thread."""
-
-    __slots__ = ("_began", "_recorder")
-
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
 
     def __enter__(self) -> None:
         self._began = self._recorder.clock()
@@ -104,13 +99,8 @@ def commit_when_done(recorder: Recorder, future: Future[Any], step: int | None) 
     future.add_done_callback(done)
 
 
-class Copy:
+class Copy(_Timed):
     """Context manager around a copy from host to device, recorded as a phase of a measured step."""
-
-    __slots__ = ("_began", "_recorder")
-
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
 
     def __enter__(self) -> None:
         self._began = self._recorder.mark() if self._recorder.measuring else None

@@ -5,8 +5,6 @@ A finder in sys.meta_path lets the other finders find the module, and adds a cal
 https://docs.python.org/3/reference/import.html#the-meta-path
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 from collections.abc import Callable, Sequence

@@ -3,8 +3,6 @@
 Nothing here imports torch before the job has: modules are looked up in sys.modules, or imported inside methods.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 import sys

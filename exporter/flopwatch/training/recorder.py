@@ -4,8 +4,6 @@ Recording an event reads a clock and appends to a deque: no lock, no device sync
 adds the events up in the push thread. Errors are counted in training_hook_errors_total, and the first few are logged.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time
@@ -148,11 +146,6 @@ class Recorder:
     def committed(self, step: int) -> None:
         """Record that the checkpoint of this step is durable."""
         self.note("checkpoint", Totals.commit, step, at=0.0)
-
-    @property
-    def loop_thread(self) -> int | None:
-        """Return the id of the thread that takes the steps; None before the first step."""
-        return self.totals.loop_thread
 
     @property
     def measure_every(self) -> int:

@@ -36,9 +36,6 @@ log = logging.getLogger("flopwatch")
 
 STATUSES = ("completed", "stopped", "preempted", "resized", "failed")
 
-# Looked up once: every step pays for it.
-_WAITS, _GOT = Totals.waits_for_batch, Totals.got_batch
-
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _T = TypeVar("_T")
@@ -61,10 +58,6 @@ def _guarded(
         return guarded
 
     return decorate
-
-
-def _none() -> None:
-    return None
 
 
 def _empty() -> AbstractContextManager[None]:
@@ -113,7 +106,7 @@ class Run:
     _ending: str | None = None  # the status that the first finish() was given
     _watches_checkpoints = False
 
-    @_guarded(_none)
+    @_guarded(lambda: None)
     def __init__(
         self,
         name: str | None = None,
@@ -278,17 +271,11 @@ class Run:
 
     def waiting_for_batch(self) -> None:
         """Record that the loop asks for its next batch; `batches` does this."""
-        try:
-            self.recorder.record((_WAITS, self.recorder.mark(), get_ident()))
-        except Exception as error:
-            self.recorder.failed("batches", error)
+        self.recorder.note("batches", Totals.waits_for_batch, get_ident())
 
     def got_batch(self) -> None:
         """Record that the batch has arrived; `batches` does this."""
-        try:
-            self.recorder.record((_GOT, self.recorder.mark(), get_ident()))
-        except Exception as error:
-            self.recorder.failed("batches", error)
+        self.recorder.note("batches", Totals.got_batch, get_ident())
 
     def end_of_batches(self) -> None:
         """Record that the loop over batches was left; `batches` does this."""
@@ -333,7 +320,7 @@ class Run:
         """
         return contexts.Wait(self.recorder)
 
-    @_guarded(_none)
+    @_guarded(lambda: None)
     def restored(self, step: int | None, tokens: float | None = None) -> None:
         """Report the step, and the replica's tokens, that a checkpoint restored; the next step follows it.
 
@@ -342,12 +329,12 @@ class Run:
         position = None if step is None else int(amount("step", step))
         self.recorder.restored(position, None if tokens is None else amount("tokens", tokens))
 
-    @_guarded(_none)
+    @_guarded(lambda: None)
     def checkpoint_committed(self, step: int) -> None:
         """Report that the checkpoint of this step is durable: a restart could begin from it."""
         self.recorder.committed(int(amount("step", step)))
 
-    @_guarded(_none)
+    @_guarded(lambda: None)
     def checkpoint_goes_on(self, future: Future[Any], step: int | None) -> None:
         """Report a background save of this step that is durable once `future` is done without an error.
 
@@ -355,18 +342,18 @@ class Run:
         """
         contexts.commit_when_done(self.recorder, future, None if step is None else int(amount("step", step)))
 
-    @_guarded(_none)
+    @_guarded(lambda: None)
     def logged(self, *, loss: float | None = None, grad_norm: float | None = None) -> None:
         """Report loss and grad_norm after their step was recorded, as trainers do that log them later."""
         self.recorder.record((Totals.logged, 0.0, self._work(None, {"loss": loss, "grad_norm": grad_norm})))
 
-    @_guarded(_none)
+    @_guarded(lambda: None)
     def watch(self, model: object) -> None:
         """Measure how long this model waits for other ranks, and the phases of its steps; may be repeated."""
         if not self.recorder.finished and self._instruments is not None:
             self._instruments.watch(model)
 
-    @_guarded(_none)
+    @_guarded(lambda: None)
     def watch_checkpoints(self) -> None:
         """Detect PyTorch checkpoint saves and loads automatically; use instead of `checkpoint()`."""
         from flopwatch.training.torch import checkpoints
@@ -374,7 +361,7 @@ class Run:
         checkpoints.attach(self.recorder)
         self._watches_checkpoints = True
 
-    @_guarded(_none)
+    @_guarded(lambda: None)
     def finish(self, status: str = "completed") -> None:
         """Push a last time and report how the attempt ended: completed, stopped, preempted, resized or failed.
 
@@ -437,7 +424,7 @@ class Run:
         recorder.check_backlog()
         recorder.schedule(taken)
 
-    @_guarded(_none)
+    @_guarded(lambda: None)
     def _at_exit(self, status: str) -> None:
         """Finish as the interpreter ends, or complete a finish() that a signal handler's exit interrupted."""
         if self._ending is None:
@@ -447,7 +434,7 @@ class Run:
                 self._end()
             self._push_last(self._ending)
 
-    @_guarded(_none)
+    @_guarded(lambda: None)
     def _commit_pending(self, status: str) -> None:
         from flopwatch.training.torch import checkpoints
 

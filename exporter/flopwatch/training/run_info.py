@@ -3,8 +3,6 @@
 They come from the arguments of `Run`, then from FLOPWATCH_* variables, then from the launcher (process/launcher.py).
 """
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

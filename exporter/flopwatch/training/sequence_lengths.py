@@ -5,8 +5,6 @@ DataCollatorWithFlattening, begin where their `position_ids` are 0.
 https://huggingface.co/docs/transformers/main_classes/data_collator
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -10,26 +10,12 @@ other        `with run.activity("other")`, and from the end of a run.batches() l
 So the activities sum to the process's age. A step's duration is its step and data_stall seconds.
 """
 
-from __future__ import annotations
-
 DECLARED = ("compile", "data_stall", "checkpoint_save", "checkpoint_restore", "evaluation", "other")
 ACTIVITIES = ("startup", "step", *DECLARED)
 
 
 class Timeline:
     """Seconds per activity since `start`; every method takes the clock's reading, which never falls."""
-
-    __slots__ = (
-        "_base",
-        "_declared",
-        "_duration_end",
-        "_open",
-        "_seconds",
-        "_since",
-        "_step_end",
-        "_waiting",
-        "disturbed",
-    )
 
     def __init__(self, start: float) -> None:
         self._seconds = dict.fromkeys(ACTIVITIES, 0.0)

@@ -6,8 +6,6 @@ it. Waits and phases of a step count only if nothing else happened in it and it 
 others wait for a rank that stops for a checkpoint of its own, and it must not be blamed for that.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from bisect import bisect_left
@@ -97,7 +95,7 @@ class Totals:
         self.events: deque[Event] = deque()
         self._failed = failed
         self._now = start
-        self.loop_thread: int | None = None
+        self.loop_thread: int | None = None  # takes the steps; None before the first
         # Facts of the run, set from outside when they become known.
         self.world_size = 1
         self.replica_ranks: float | None = None
@@ -230,12 +228,10 @@ class Totals:
         if work.samples is not None and replica is not None:
             self.samples += work.samples / replica
             self.samples_known = True
-        if self.position_tokens is not None:
-            self.position_tokens = (
-                None
-                if tokens is None or among is None or replica is None
-                else self.position_tokens + tokens / among * replica
-            )
+        if tokens is None or among is None or replica is None:
+            self.position_tokens = None
+        elif self.position_tokens is not None:
+            self.position_tokens += tokens / among * replica
         flops = work.flops if work.flops is not None else counted
         self.no_flops_because, amount = None, 0.0
         if flops is not None:

@@ -7,8 +7,6 @@ its own, all hooks are removed for good.
 https://docs.pytorch.org/docs/stable/generated/torch.optim.Optimizer.register_step_post_hook.html
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import functools
@@ -36,11 +34,6 @@ log = logging.getLogger("flopwatch")
 TURNS = 20  # steps of another optimizer without the first
 STEPS_TO_SEE_MODELS = 5  # after which no model is looked for
 MAX_STATES = 1000  # of an optimizer's parameters whose step counts are read
-
-
-def to_process(settings: Settings) -> Attachment:
-    """Attach to this process, which has just imported torch."""
-    return Attachment(settings, install(settings.step_from))
 
 
 class Attachment:
@@ -278,6 +271,11 @@ class Attachment:
         self._in_backward = False
         if self._step_is_due:
             self._end_step(None if self._first is None else self._first())
+
+
+def to_process(settings: Settings) -> Attachment:
+    """Attach to this process, which has just imported torch."""
+    return Attachment(settings, install(settings.step_from))
 
 
 def _skipped(disable: Any, around: Callable[[Any], Any], original: Any) -> Any:

@@ -5,8 +5,6 @@ without one, or under no_grad or inference_mode. That is decided once per datase
 that follows. Only DataLoader.__iter__ and its iterators' __next__ have hooks.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import threading

@@ -1,7 +1,5 @@
 """State of the training loop that the hooks of `flopwatch run` share."""
 
-from __future__ import annotations
-
 import logging
 import os
 import threading

@@ -1,7 +1,5 @@
 """Models of a training loop, found as the loop calls them."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import weakref

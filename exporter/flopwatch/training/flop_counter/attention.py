@@ -1,7 +1,5 @@
 """scaled_dot_product_attention, counted before PyTorch chooses a kernel, which may multiply no matrices."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

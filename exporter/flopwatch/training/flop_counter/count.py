@@ -6,8 +6,6 @@ covers all ranks that share the model. If the forward does not run on those shap
 https://docs.pytorch.org/docs/stable/torch.compiler_fake_tensor.html
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect

@@ -6,8 +6,6 @@ DTensor parameters, which have their global shape.
 https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import types

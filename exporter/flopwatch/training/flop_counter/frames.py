@@ -1,7 +1,5 @@
 """Modules and autograd functions that are running, read from the interpreter's frames."""
 
-from __future__ import annotations
-
 import sys
 import types
 from collections.abc import Iterator

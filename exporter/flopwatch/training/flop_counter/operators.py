@@ -7,8 +7,6 @@ the router of a mixture of experts, does not count. PyTorch's own FlopCounterMod
 https://github.com/pytorch/pytorch/blob/main/torch/utils/flop_counter.py
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 import inspect

@@ -1,7 +1,5 @@
 """Results of counting FLOPs, and marks on the tensors that are counted."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import torch

@@ -7,8 +7,6 @@ on several ranks, the tokens of batches with an attention mask on a device. Trie
 https://huggingface.co/docs/accelerate/package_reference/accelerator
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -110,7 +108,7 @@ class _Loop:
     @common.guarded
     def _take(self, loader: Any, batch: Any) -> None:
         session = self._session
-        session.consume(*([common.count(batch, self._tokens)] if loader is None else session.loaders.take(loader)))
+        session.consume(*([common.count(batch, self._tokens)] if loader is None else session.take(loader)))
 
     @common.guarded
     def _ends(self, training: bool) -> None:

@@ -155,75 +155,7 @@ class MethodWrapper:
         return getattr, (method.__self__, method.__name__)
 
 
-class LoaderWatch:
-    """DataLoaders that a trainer iterates: waits for their batches, and the contents of training batches."""
-
-    def __init__(self, session: TrainingSession, role: Callable[[Any], str], tokens: TokensOf) -> None:
-        """Watch the loaders that this thread iterates; `role` returns "training", "evaluation" or anything else."""
-        self._session, self.run = session, session.run
-        self._fetched: dict[int, deque[Batch]] = {}  # by data set, the batches that no step has taken yet
-        self._role, self._tokens = role, tokens
-        self._thread = threading.get_ident()
-
-    def __enter__(self) -> LoaderWatch:
-        global _watching
-        _wrap_loaders()
-        _watching = self
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        global _watching
-        if _watching is self:
-            _watching = None
-
-    def begins(self, loader: Any) -> deque[Batch] | None:
-        """Handle the begin of a loader's iteration; return the queue for its batches, None if not for training."""
-        try:
-            if threading.get_ident() != self._thread:
-                return None
-            role = self._role(loader)
-            if role == "evaluation":
-                self._session.begin("evaluation")
-            if role != "training":
-                return None
-            self._session.end()
-            # Batches that the last epoch fetched ahead and did not use are dropped.
-            fetched = self._fetched[_data(loader)] = deque()
-            self.run.waiting_for_batch()
-            return fetched
-        except Exception as error:
-            self.run.recorder.failed("loaders", error)
-            return None
-
-    def asks(self) -> None:
-        """Record the request for a training batch."""
-        try:
-            self._session.end()
-            self.run.waiting_for_batch()
-        except Exception as error:
-            self.run.recorder.failed("loaders", error)
-
-    def got(self, fetched: deque[Batch], *batch: Any) -> None:
-        """Record the arrival of a batch, or of the loader's end."""
-        try:
-            self.run.got_batch()
-            for one in batch:
-                fetched.append(count(one, self._tokens))
-        except Exception as error:
-            fetched.append(Batch())
-            self.run.recorder.failed("loaders", error)
-
-    def take(self, loader: Any = None) -> list[Batch]:
-        """Take the oldest batch of this loader, or of each loader; one unknown batch if there is none."""
-        queues = self._fetched.values() if loader is None else [self._fetched.get(_data(loader), deque())]
-        return [queue.popleft() for queue in queues if queue] or [Batch()]
-
-    def take_all(self) -> list[Batch]:
-        """Take all batches."""
-        return [queue.popleft() for queue in self._fetched.values() for _ in range(len(queue))]
-
-
-_watching: LoaderWatch | None = None
+_watching: TrainingSession | None = None
 
 
 def _data(loader: Any) -> int:
@@ -247,18 +179,18 @@ def same_batches(loader: Any, first: Any) -> bool:
 class _WatchedIterator(Iterator[Any]):
     """Iterator of a loader that records the waits for its batches."""
 
-    def __init__(self, iterator: Iterator[Any], loaders: LoaderWatch, fetched: deque[Batch]) -> None:
-        self._iterator, self._loaders, self._fetched = iterator, loaders, fetched
+    def __init__(self, iterator: Iterator[Any], session: TrainingSession, fetched: deque[Batch]) -> None:
+        self._iterator, self._session, self._fetched = iterator, session, fetched
 
     def __next__(self) -> Any:
-        loaders = self._loaders
-        loaders.asks()
+        session = self._session
+        session.asks_for_batch()
         try:
             batch = next(self._iterator)
         except BaseException:
-            loaders.got(self._fetched)
+            session.got_batch(self._fetched)
             raise
-        loaders.got(self._fetched, batch)
+        session.got_batch(self._fetched, batch)
         return batch
 
     def __getattr__(self, name: str) -> Any:
@@ -275,10 +207,10 @@ def _wrap_loaders() -> None:
 
 
 def _begin(loader: Any, original: Callable[[Any], Iterator[Any]]) -> Iterator[Any]:
-    loaders = _watching
-    fetched = None if loaders is None else loaders.begins(loader)
+    session = _watching
+    fetched = None if session is None else session.loop_begins(loader)
     iterator = original(loader)
-    return iterator if loaders is None or fetched is None else _WatchedIterator(iterator, loaders, fetched)
+    return iterator if session is None or fetched is None else _WatchedIterator(iterator, session, fetched)
 
 
 def around_iter(kind: Any, around: Callable[[Any, Callable[[Any], Iterator[Any]]], Iterator[Any]]) -> None:
@@ -297,15 +229,19 @@ def around_iter(kind: Any, around: Callable[[Any, Callable[[Any], Iterator[Any]]
 
 
 class TrainingSession:
-    """A run under a trainer: its Run, the batches since the last step, and the open activity."""
+    """A run under a trainer: its Run, its DataLoaders with their batches, and the open activity."""
 
     def __init__(self, run: Run, *, role: Callable[[Any], str], tokens: TokensOf) -> None:
-        self.run = run
-        self.loaders = LoaderWatch(self, role, tokens)
-        self.loaders.__enter__()
+        """Watch the loaders that this thread iterates; `role` returns "training", "evaluation" or anything else."""
+        global _watching
+        self.run, self._role, self._tokens = run, role, tokens
+        self._thread = threading.get_ident()
+        self._fetched: dict[int, deque[Batch]] = {}  # by data set, the batches that no step has taken yet
+        self._consumed: list[Batch] = []  # since the last step
         self._flops: Callable[[Sequence[int]], int] | None = None
-        self._consumed: list[Batch] = []
         self._activity: str | None = None  # the open one
+        _wrap_loaders()
+        _watching = self
 
     def begin(self, activity: str) -> None:
         """Begin an activity, unless it is open; it ends with `end`, or when another one begins."""
@@ -320,6 +256,52 @@ class TrainingSession:
         if activity is not None and (not activities or activity in activities):
             self._activity = None
             self.run.recorder.leave(activity)
+
+    def loop_begins(self, loader: Any) -> deque[Batch] | None:
+        """Handle the begin of a loader's iteration; return the queue for its batches, None if not for training."""
+        try:
+            if threading.get_ident() != self._thread:
+                return None
+            role = self._role(loader)
+            if role == "evaluation":
+                self.begin("evaluation")
+            if role != "training":
+                return None
+            self.end()
+            # Batches that the last epoch fetched ahead and did not use are dropped.
+            fetched = self._fetched[_data(loader)] = deque()
+            self.run.waiting_for_batch()
+            return fetched
+        except Exception as error:
+            self.run.recorder.failed("loaders", error)
+            return None
+
+    def asks_for_batch(self) -> None:
+        """Record the request for a training batch."""
+        try:
+            self.end()
+            self.run.waiting_for_batch()
+        except Exception as error:
+            self.run.recorder.failed("loaders", error)
+
+    def got_batch(self, fetched: deque[Batch], *batch: Any) -> None:
+        """Record the arrival of a batch, or of the loader's end."""
+        try:
+            self.run.got_batch()
+            for one in batch:
+                fetched.append(count(one, self._tokens))
+        except Exception as error:
+            fetched.append(Batch())
+            self.run.recorder.failed("loaders", error)
+
+    def take(self, loader: Any = None) -> list[Batch]:
+        """Take the oldest batch of this loader, or of each loader; one unknown batch if there is none."""
+        queues = self._fetched.values() if loader is None else [self._fetched.get(_data(loader), deque())]
+        return [queue.popleft() for queue in queues if queue] or [Batch()]
+
+    def take_all(self) -> list[Batch]:
+        """Take all batches."""
+        return [queue.popleft() for queue in self._fetched.values() for _ in range(len(queue))]
 
     def consume(self, *batches: Batch) -> None:
         """Add batches to the open step."""
@@ -361,8 +343,10 @@ class TrainingSession:
 
     def finish(self, status: str) -> None:
         """Finish the run and stop watching the loaders."""
+        global _watching
         self.end()
-        self.loaders.__exit__()
+        if _watching is self:
+            _watching = None
         self.run.finish(status)
 
 

@@ -6,8 +6,6 @@ It also counts updates that an overflow skipped, and so does the run, whose posi
 documented. Under pipeline parallelism only the first and last stage load batches: pass tokens_per_step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -62,7 +60,7 @@ def steps(session: common.TrainingSession, engine: Any, tokens_per_step: int | N
         before, updates = updates, engine.global_steps
         if updates <= before:
             return
-        fetched = session.loaders.take_all()
+        fetched = session.take_all()
         if tokens_per_step is None:
             session.end()
             session.consume(*fetched)

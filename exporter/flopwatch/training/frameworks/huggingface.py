@@ -6,8 +6,6 @@ No event marks the begin of an evaluation or a save: an evaluation begins with t
 where the trainer's control announces it.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping
 from typing import Any
@@ -69,7 +67,7 @@ class FlopwatchCallback(common.ReporterMixin, _transformers.TrainerCallback):  #
     def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Count a micro-batch without an update."""
         if self._session is not None:
-            self._session.consume(*self._session.loaders.take())
+            self._session.consume(*self._session.take())
 
     @common.guarded
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -77,7 +75,7 @@ class FlopwatchCallback(common.ReporterMixin, _transformers.TrainerCallback):  #
         session = self._session
         if session is None:
             return
-        batches = session.loaders.take()
+        batches = session.take()
         session.consume(*(batches if self._counts else [common.Batch()]))
         # The trainer gathers it from all ranks, and ranks of one replica each count the same tokens.
         seen, self._tokens_seen = state.num_input_tokens_seen - self._tokens_seen, state.num_input_tokens_seen

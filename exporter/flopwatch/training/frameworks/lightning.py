@@ -5,8 +5,6 @@ It uses https://lightning.ai/docs/pytorch/stable/extensions/callbacks.html and t
 optimizers count once. The checkpoint stores the position as the callback's state. Tried with Lightning 2.6.
 """
 
-from __future__ import annotations
-
 import functools
 from collections import deque
 from collections.abc import Callable
@@ -77,7 +75,7 @@ class FlopwatchCallback(common.ReporterMixin, _lightning.Callback):  # type: ign
         session = self._session
         if session is None:
             return
-        session.consume(*session.loaders.take())
+        session.consume(*session.take())
         if trainer.global_step > self._global_step:
             self._global_step = trainer.global_step
             tokens = session.step()

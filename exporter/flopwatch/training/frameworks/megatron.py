@@ -5,8 +5,6 @@ parallel coordinates in Megatron's own state. Read at d98e8a6 and not run, becau
 which stays on the device, and data stall, since the batch is fetched inside the forward pass.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from flopwatch.training import Run

@@ -6,8 +6,6 @@ Events do not contain the trainer, so it is looked up in the frames that lead to
 parallel degrees, loss and checkpoints are absent.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import sys

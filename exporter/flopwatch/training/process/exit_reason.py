@@ -3,8 +3,6 @@
 Never an exception's message, which may contain anything.
 """
 
-from __future__ import annotations
-
 import errno
 import re
 import sys

@@ -4,8 +4,6 @@ The launcher's variables are read in launcher.py. If torch.distributed has anoth
 spawned processes itself), it is right, and the ranks may be on several nodes.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 from collections.abc import Callable

@@ -10,8 +10,6 @@ one node it is the scheduler's job and restart count, the launcher's pid and sta
 On many nodes it is rank 0's name, shared through torch's store. Without a store the name has no pid and no start time.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import os
 import re

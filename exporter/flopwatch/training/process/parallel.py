@@ -5,8 +5,6 @@ Megatron's parallel_state and objects with its methods. Nothing is imported for 
 replica are tensor x pipeline x context parallel. Inconsistent sizes are refused, since a wrong size makes a wrong MFU.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 import sys

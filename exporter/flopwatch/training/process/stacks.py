@@ -5,8 +5,6 @@ next to it. A rank blocked in a collective can answer, because the collective re
 Python frames are shown (docs/stragglers.md).
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import socket

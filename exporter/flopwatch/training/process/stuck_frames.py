@@ -4,8 +4,6 @@ In a hang most ranks wait at one line, and the rank they wait for is often at an
 The line is therefore the innermost one that it did not leave during the last 30 to 60 s, so that its series is stable.
 """
 
-from __future__ import annotations
-
 import sys
 import sysconfig
 import threading

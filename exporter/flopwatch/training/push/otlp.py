@@ -6,8 +6,6 @@ begin new series with each push. No OTEL_* variable, proxy or global provider ha
 https://github.com/open-telemetry/opentelemetry-proto/blob/main/opentelemetry/proto/metrics/v1/metrics.proto
 """
 
-from __future__ import annotations
-
 import functools
 import gzip
 import http.client

@@ -5,8 +5,6 @@ installed: in Python it would keep alive a rank that is blocked in a collective.
 middle of finish(), so the loop's thread takes no lock written in Python, which would be left locked forever.
 """
 
-from __future__ import annotations
-
 import atexit
 import logging
 import math

@@ -1,7 +1,5 @@
 """Snapshots of a run: totals, gauges and declared facts as of one instant, ready for the OTLP encoder."""
 
-from __future__ import annotations
-
 import sys
 
 from flopwatch import catalogue as m

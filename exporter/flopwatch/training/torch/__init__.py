@@ -1,7 +1,5 @@
 """Facts that PyTorch knows about this rank: its card, the attempt's name and the ranks of a model replica."""
 
-from __future__ import annotations
-
 import sys
 import time
 from dataclasses import dataclass

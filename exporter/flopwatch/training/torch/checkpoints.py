@@ -6,8 +6,6 @@ returns or its future is done. Loading before the first step is checkpoint_resto
 https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import sys
@@ -158,7 +156,7 @@ class Checkpoints:
 
     def _is_loop(self) -> bool:
         """Return whether this thread runs the training loop, or that thread is unknown."""
-        loop = None if self.recorder is None else self.recorder.loop_thread
+        loop = None if self.recorder is None else self.recorder.totals.loop_thread
         return loop in (None, threading.get_ident())
 
     def _failed(self, error: Exception) -> None:

@@ -5,8 +5,6 @@ number has not reached the collective that the others wait in. Reading it needs 
 https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch.distributed

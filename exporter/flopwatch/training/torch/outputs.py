@@ -1,7 +1,5 @@
 """Tensors in a model's output."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

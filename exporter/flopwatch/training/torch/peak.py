@@ -5,14 +5,12 @@ is the mean rate of the best shape. Matrices are random, because zeros draw less
 device is measured: the current CUDA device, else the CPU. The CUDA part has only run with simulated events.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -31,14 +29,7 @@ class Unmeasurable(Exception):
     """Product that the device or this release of torch cannot compute in that dtype. The message gives the reason."""
 
 
-class Timer(Protocol):
-    """Timer of a device's work between two calls."""
-
-    def start(self) -> None:
-        """Begin."""
-
-    def stop(self) -> float:
-        """Wait for the device and return its seconds since start()."""
+Timer = Callable[[Callable[[], object]], float]  # calls a function and returns the device's seconds for its work
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,35 +42,21 @@ class Achieved:
     shape: Shape
 
 
-class HostTimer:
-    """Timer by the host's clock, for devices that compute synchronously."""
-
-    def start(self) -> None:
-        """Begin."""
-        self._began = time.perf_counter()
-
-    def stop(self) -> float:
-        """Return the seconds since start()."""
-        return time.perf_counter() - self._began
+def host_timer(work: Callable[[], object]) -> float:
+    """Return the seconds that a function takes by the host's clock, for devices that compute synchronously."""
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
 
 
-class EventTimer:
-    """Timer by CUDA events; `event()` returns a new one with timing enabled."""
-
-    def __init__(self, event: Callable[[], Any]) -> None:
-        self._event = event
-
-    def start(self) -> None:
-        """Begin."""
-        self._began = self._event()
-        self._began.record()
-
-    def stop(self) -> float:
-        """Wait for the device and return its seconds since start()."""
-        ended = self._event()
-        ended.record()
-        ended.synchronize()
-        return float(self._began.elapsed_time(ended)) / 1e3
+def event_timer(work: Callable[[], object], event: Callable[[], Any]) -> float:
+    """Return the device's seconds between CUDA events around a function; `event()` makes one with timing enabled."""
+    began, ended = event(), event()
+    began.record()
+    work()
+    ended.record()
+    ended.synchronize()
+    return float(began.elapsed_time(ended)) / 1e3
 
 
 def sweep(
@@ -92,7 +69,8 @@ def sweep(
     """Return the best mean FLOP/s over the shapes, measured in about `seconds`. Raises Unmeasurable."""
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     on_cuda = device.type == "cuda"
-    timer = timer or (EventTimer(partial(torch.cuda.Event, enable_timing=True)) if on_cuda else HostTimer())
+    by_events = partial(event_timer, event=partial(torch.cuda.Event, enable_timing=True))
+    timer = timer or (by_events if on_cuda else host_timer)
     if dtype not in MEASURED:
         raise Unmeasurable(f"{dtype!r} is not measured, only {', '.join(MEASURED)}")
     if dtype == "tf32" and not (on_cuda and torch.cuda.get_device_capability(device) >= (8, 0)):
@@ -127,14 +105,14 @@ def sweep(
 def _run(multiply: Callable[[], object], seconds: float, timer: Timer) -> tuple[int, float]:
     """Multiply back to back for about `seconds`; return the number of multiplications and the seconds they took."""
     multiply()  # chooses a kernel
-    timer.start()
-    multiply()
-    once = max(timer.stop(), 1e-9)
+    once = max(timer(multiply), 1e-9)
     repeats = max(1, min(round(seconds / once), 1_000_000))
-    timer.start()
-    for _ in range(repeats):
-        multiply()
-    return repeats, max(timer.stop(), 1e-9)
+
+    def repeat() -> None:
+        for _ in range(repeats):
+            multiply()
+
+    return repeats, max(timer(repeat), 1e-9)
 
 
 def _multiplication(dtype: str, shape: Shape, device: torch.device) -> Callable[[], object]:

@@ -6,8 +6,6 @@ graph and break none. https://docs.pytorch.org/docs/stable/notes/modules.html#mo
 https://docs.pytorch.org/docs/stable/generated/torch.optim.Optimizer.register_step_pre_hook.html
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 import weakref
@@ -22,25 +20,6 @@ from torch.optim import optimizer as optim
 from flopwatch.training.recorder import Recorder
 from flopwatch.training.torch.outputs import tensors
 from flopwatch.training.totals import Mark
-
-_attached: dict[Recorder, Phases] = {}
-
-
-def attach(recorder: Recorder, model: object = None) -> Phases:
-    """Measure the phases of all optimizers and of a model as the loop calls it; further calls add further models.
-
-    Without a model, forward and backward are not measured.
-    """
-    phases = _attached.get(recorder)
-    try:
-        if phases is None:
-            phases = _attached[recorder] = Phases(recorder)
-            phases._attach()
-        if isinstance(model, torch.nn.Module):
-            phases._attach_model(model)
-    except Exception as error:
-        recorder.failed("phases", error)
-    return Phases(recorder) if phases is None else phases
 
 
 class Phases:
@@ -141,6 +120,26 @@ class Phases:
                 self._recorder.phase("garbage_collection", self._collection_began, self._recorder.clock())
         except Exception as error:
             self._recorder.failed("phases", error)
+
+
+_attached: dict[Recorder, Phases] = {}
+
+
+def attach(recorder: Recorder, model: object = None) -> Phases:
+    """Measure the phases of all optimizers and of a model as the loop calls it; further calls add further models.
+
+    Without a model, forward and backward are not measured.
+    """
+    phases = _attached.get(recorder)
+    try:
+        if phases is None:
+            phases = _attached[recorder] = Phases(recorder)
+            phases._attach()
+        if isinstance(model, torch.nn.Module):
+            phases._attach_model(model)
+    except Exception as error:
+        recorder.failed("phases", error)
+    return Phases(recorder) if phases is None else phases
 
 
 class _Hook:

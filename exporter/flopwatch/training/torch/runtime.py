@@ -6,8 +6,6 @@ is above 0) is a recompilation. The allocator's statistics are read before each 
 https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory.memory_stats.html
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,24 +15,6 @@ import torch._dynamo.callback
 
 from flopwatch import catalogue as m
 from flopwatch.training.recorder import Recorder
-
-
-def cuda_memory() -> list[Mapping[str, Any]]:
-    """Return the allocator's statistics for each CUDA device; an empty list if CUDA is not in use."""
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return []
-    return [torch.cuda.memory_stats_as_nested_dict(index) for index in range(torch.cuda.device_count())]
-
-
-def attach(recorder: Recorder, memory: Callable[[], list[Mapping[str, Any]]] = cuda_memory) -> Runtime:
-    """Record compilations and the allocator's statistics; call it on the training loop's thread."""
-    runtime = Runtime(recorder, memory)
-    try:
-        runtime.listen()
-        recorder.poll(runtime.poll)
-    except Exception as error:
-        recorder.failed("runtime", error)
-    return runtime
 
 
 class Runtime:
@@ -97,6 +77,24 @@ class Runtime:
                 self._recorder.leave("compile", self._loop_thread)
         except Exception as error:
             self._recorder.failed("runtime", error)
+
+
+def cuda_memory() -> list[Mapping[str, Any]]:
+    """Return the allocator's statistics for each CUDA device; an empty list if CUDA is not in use."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return []
+    return [torch.cuda.memory_stats_as_nested_dict(index) for index in range(torch.cuda.device_count())]
+
+
+def attach(recorder: Recorder, memory: Callable[[], list[Mapping[str, Any]]] = cuda_memory) -> Runtime:
+    """Record compilations and the allocator's statistics; call it on the training loop's thread."""
+    runtime = Runtime(recorder, memory)
+    try:
+        runtime.listen()
+        recorder.poll(runtime.poll)
+    except Exception as error:
+        recorder.failed("runtime", error)
+    return runtime
 
 
 def _recompiles(arguments: Any) -> bool:

@@ -9,8 +9,6 @@ is not measured, and a warning is logged.
 docs/stragglers.md lists what is absent. A step under no_sync() has no wait. A CUDA graph's capture is not marked.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import sys
@@ -35,6 +33,64 @@ STEPS_TO_BE_SURE = 2  # without a wait, after which a warning is logged
 
 class Unmeasured(Exception):
     """The wait for other ranks cannot be measured. The message gives the reason."""
+
+
+class Watch:
+    """Hooks of one run that measure waits; `remove()` removes them."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self._seen = False
+        self._first_position: int | None = None
+        self.handles: list[Any] = []  # of hooks, and of what was replaced
+
+    def remove(self) -> None:
+        """Remove all hooks."""
+        self._seen = True  # no warning from now on
+        while self.handles:
+            self.handles.pop().remove()
+
+    def begins(self) -> Mark | None:
+        """Return the begin of a wait; None in a step that is not measured, in another wait or in a graph's capture."""
+        recorder, cuda = self.recorder, torch.cuda
+        try:
+            if not recorder.measuring or recorder.in_wait:
+                return None
+            if cuda.is_initialized() and cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
+                return None
+            recorder.in_wait = True
+            return recorder.mark()
+        except Exception as error:
+            self.failed(error)
+            return None
+
+    def ends(self, began: Mark | None) -> None:
+        """Record a wait that ends now, if one began."""
+        recorder = self.recorder
+        try:
+            if began is not None:
+                recorder.in_wait = False
+                if not self._seen:
+                    self._seen = True
+                    recorder.measures_wait()
+                recorder.waited(began, recorder.mark())
+        except Exception as error:
+            self.failed(error)
+
+    def failed(self, error: Exception) -> None:
+        """Report an error that must not reach the model."""
+        self.recorder.failed("watch", error)
+
+    def check(self) -> None:
+        """Log once if steps were taken without a wait; called before each push."""
+        position = self.recorder.position
+        if self._seen or position is None:
+            return
+        if self._first_position is None:
+            self._first_position = position
+        elif position >= self._first_position + STEPS_TO_BE_SURE:
+            self._seen = True
+            log.warning("the wait for other ranks is not measured: no wait was seen in the model's first steps")
 
 
 def watch(recorder: Recorder, model: object = None) -> Watch:
@@ -100,74 +156,6 @@ def _tensor_parallel(group: Any) -> bool:
     return any(parameter.sharded_param.device_mesh.ndim > group.mesh_info.mesh.ndim for parameter in group.fsdp_params)
 
 
-class Watch:
-    """Hooks of one run that measure waits; `remove()` removes them."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self.recorder = recorder
-        self._seen = False
-        self._first_position: int | None = None
-        self.handles: list[Any] = []  # of hooks, and of what was replaced
-
-    def remove(self) -> None:
-        """Remove all hooks."""
-        self._seen = True  # no warning from now on
-        while self.handles:
-            self.handles.pop().remove()
-
-    def begins(self) -> Mark | None:
-        """Return the begin of a wait; None in a step that is not measured, in another wait or in a graph's capture."""
-        recorder = self.recorder
-        if not recorder.measuring or recorder.in_wait:
-            return None
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
-            return None
-        recorder.in_wait = True
-        return recorder.mark()
-
-    def ends(self, began: Mark) -> None:
-        """Record a wait that ends now."""
-        recorder = self.recorder
-        recorder.in_wait = False
-        if not self._seen:
-            self._seen = True
-            recorder.measures_wait()
-        recorder.waited(began, recorder.mark())
-
-    def failed(self, error: Exception) -> None:
-        """Report an error that must not reach the model."""
-        self.recorder.failed("watch", error)
-
-    def check(self) -> None:
-        """Log once if steps were taken without a wait; called before each push."""
-        position = self.recorder.position
-        if self._seen or position is None:
-            return
-        if self._first_position is None:
-            self._first_position = position
-        elif position >= self._first_position + STEPS_TO_BE_SURE:
-            self._seen = True
-            log.warning("the wait for other ranks is not measured: no wait was seen in the model's first steps")
-
-
-def _begins(watched: Watch) -> Mark | None:
-    """Return `watched.begins()`, and None if that raises."""
-    try:
-        return watched.begins()
-    except Exception as error:
-        watched.failed(error)
-        return None
-
-
-def _ends(watched: Watch, began: Mark | None) -> None:
-    """Record the end of a wait, if one began; report exceptions."""
-    try:
-        if began is not None:
-            watched.ends(began)
-    except Exception as error:
-        watched.failed(error)
-
-
 class _Replaced:
     """Replaced method; `remove()` restores it, unless other code has replaced it since."""
 
@@ -215,7 +203,7 @@ class _Bracket:
         try:
             self._passes.discard(this)
             if (began := self._watch.begins()) is not None:
-                _queue(functools.partial(_ends, self._watch, began))
+                _queue(functools.partial(self._watch.ends, began))
         except Exception as error:
             self._watch.failed(error)
 
@@ -267,12 +255,12 @@ def _watch_group(watched: Watch, group: Any) -> None:
                     result.all_gather_work.wait()
         except Exception as error:
             watched.failed(error)
-        _ends(watched, began)
+        watched.ends(began)
         wait_for_unshard()
 
     def timed_post_backward(*unused: object) -> None:
         nonlocal in_post_backward
-        in_post_backward = _begins(watched)
+        in_post_backward = watched.begins()
         try:
             post_backward(*unused)
         finally:
@@ -284,16 +272,16 @@ def _watch_group(watched: Watch, group: Any) -> None:
         nonlocal in_post_backward
         wait_for_post_backward()
         began, in_post_backward = in_post_backward, None
-        _ends(watched, began)
+        watched.ends(began)
 
     def timed_finalize_backward() -> None:
         # Since torch 2.11 the first group's waits for all of them.
         pending = getattr(group.comm_ctx, "_last_post_reduce_events", True)
-        began = _begins(watched) if pending else None
+        began = watched.begins() if pending else None
         try:
             finalize_backward()
         finally:
-            _ends(watched, began)
+            watched.ends(began)
 
     for ours in (timed_wait_for_unshard, timed_post_backward, timed_wait_for_post_backward, timed_finalize_backward):
         name = ours.__name__.removeprefix("timed_")
@@ -320,10 +308,10 @@ def _timed(watched: Watch, original: Callable[..., Any]) -> Callable[..., Any]:
         # Other threads save checkpoints or gather metrics while the loop runs.
         if torch.compiler.is_compiling() or threading.get_ident() != thread:
             return original(*args, **kwargs)
-        began = _begins(watched)
+        began = watched.begins()
         try:
             return original(*args, **kwargs)
         finally:
-            _ends(watched, began)
+            watched.ends(began)
 
     return timed
