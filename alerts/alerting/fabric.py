@@ -20,7 +20,7 @@ _INFINIBAND_PORT_DOWN = (
     + each_port(
         "max by (instance, device, port) "
         + "(last_over_time(infiniband_port_present{device=%[1]q,port=%[2]q}[<5m>])) == 0",
-        " It is gone from /sys.",
+        " It is missing in /sys.",
     )
     + "<runs_on_host>"
 )
@@ -64,7 +64,7 @@ ALERTS: tuple[Alert, ...] = (
                 + "port:infiniband_was_active:bool",
                 " Its state is {{ .Value }} (4 is active).",
             )
-            + each_port("infiniband_port_present{device=%[1]q,port=%[2]q} == 0", " It is gone from /sys.")
+            + each_port("infiniband_port_present{device=%[1]q,port=%[2]q} == 0", " It is missing in /sys.")
             + each_series(
                 "group by (run) (training_rank_info{host=%q})",
                 "$labels.host",
@@ -144,12 +144,12 @@ ALERTS: tuple[Alert, ...] = (
         for_="0s",
         summary="Link goes down and up repeatedly",
         description=(
-            "<port> goes down and comes back."
+            "<port> went down and came back at least three times within 12 h."
             + each_series(
                 "max(infiniband_link_flaps_total{device=%[1]q,port=%[2]q} and on (instance, device, port) "
                 + "infiniband_info{host=%[3]q})",
                 "$labels.device $labels.port $labels.host",
-                " {{ .Value }} flaps so far.",
+                " It has flapped {{ .Value }} times in total.",
             )
             + "<runs_on_host>"
         ),
@@ -201,9 +201,9 @@ ALERTS: tuple[Alert, ...] = (
         ),
     ),
     # NVIDIA UFM counts for twelve minutes and isolates a port at 1e-14 symbol errors a bit, 2.88 in that window at
-    # 400 Gb/s (a byte has 8 bits: 8e-14). Five recoveries a minute and ten broken packets a second are NVSentinel's
-    # limits. InfinibandLinkErrors fires within `for` for anything worse, which stays in the longer window for a
-    # while.
+    # 400 Gb/s (a byte has 8 bits: 8e-14). Five recoveries a minute and ten received packets with errors a second are
+    # NVSentinel's limits. InfinibandLinkErrors fires within `for` for anything worse, which stays in the longer window
+    # for a while.
     Alert(
         name="InfinibandErrorRate",
         group="fabric",
@@ -254,7 +254,7 @@ ALERTS: tuple[Alert, ...] = (
             )
             + each_port(
                 "rate(infiniband_receive_errors_total{device=%[1]q,port=%[2]q}[<5m>]) > 10",
-                ' {{ printf "%.1f" .Value }} broken packets a second.',
+                ' {{ printf "%.1f" .Value }} packets a second arrive with errors.',
             )
             + each_port(
                 "increase(infiniband_local_link_integrity_errors_total{device=%[1]q,port=%[2]q}[<5m>]) > 0",
