@@ -101,7 +101,7 @@ ALERTS: tuple[Alert, ...] = (
             group by (host) (last_over_time(training_rank_info[<5m>]) and on (run) run:training_page:bool)
         """,
         for_="4m",
-        summary="Port is down or gone",
+        summary="Port is down or missing",
         description=_INFINIBAND_PORT_DOWN,
     ),
     Alert(
@@ -125,7 +125,7 @@ ALERTS: tuple[Alert, ...] = (
             )
         """,
         for_="4m",
-        summary="Port is down or gone",
+        summary="Port is down or missing",
         description=_INFINIBAND_PORT_DOWN,
     ),
     # The exporter has waited for three flaps, and holds the state for an hour after the last.
@@ -179,7 +179,7 @@ ALERTS: tuple[Alert, ...] = (
             )
         """,
         for_="5m",
-        summary="Link runs below its rate",
+        summary="Link runs below its highest rate",
         description=(
             "<port>:"
             + each_port(

@@ -155,7 +155,7 @@ ALERTS: tuple[Alert, ...] = (
             )
         """,
         for_="10m",
-        summary="One rail carries less than the others",
+        summary="One rail carries less traffic than the others",
         description=(
             "<port>:"
             + each_port(
