@@ -134,13 +134,13 @@ topk by (instance) (1,
     "lines": each_series(
         "sort_desc(topk(2, count by (at) (training_stuck_frame_info{run=%[1]q}) > 2))",
         "$labels.run",
-        ' Ranks at {{ .Labels.at }}: {{ printf "%.0f" .Value }}.',
+        ' {{ printf "%.0f" .Value }} ranks are at source line {{ .Labels.at }}.',
     )
     + each_series(
         "topk(3, max by (rank, at) (training_stuck_frame_info{run=%[1]q}) "
         "and on (at) (count by (at) (training_stuck_frame_info{run=%[1]q}) <= 2))",
         "$labels.run",
-        " Rank {{ .Labels.rank }} is at {{ .Labels.at }}.",
+        " Rank {{ .Labels.rank }} is at source line {{ .Labels.at }}.",
         by="rank",
     ),
     "owner": each_series(

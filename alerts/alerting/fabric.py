@@ -20,7 +20,7 @@ _INFINIBAND_PORT_DOWN = (
     + each_port(
         "max by (instance, device, port) "
         + "(last_over_time(infiniband_port_present{device=%[1]q,port=%[2]q}[<5m>])) == 0",
-        " It is gone from /sys.",
+        " It is missing in /sys.",
     )
     + "<runs_on_host>"
 )
@@ -64,7 +64,7 @@ ALERTS: tuple[Alert, ...] = (
                 + "port:infiniband_was_active:bool",
                 " Its state is {{ .Value }} (4 is active).",
             )
-            + each_port("infiniband_port_present{device=%[1]q,port=%[2]q} == 0", " It is gone from /sys.")
+            + each_port("infiniband_port_present{device=%[1]q,port=%[2]q} == 0", " It is missing in /sys.")
             + each_series(
                 "group by (run) (training_rank_info{host=%q})",
                 "$labels.host",
@@ -101,7 +101,7 @@ ALERTS: tuple[Alert, ...] = (
             group by (host) (last_over_time(training_rank_info[<5m>]) and on (run) run:training_page:bool)
         """,
         for_="4m",
-        summary="Port is down or gone",
+        summary="Port is down or missing",
         description=_INFINIBAND_PORT_DOWN,
     ),
     Alert(
@@ -125,7 +125,7 @@ ALERTS: tuple[Alert, ...] = (
             )
         """,
         for_="4m",
-        summary="Port is down or gone",
+        summary="Port is down or missing",
         description=_INFINIBAND_PORT_DOWN,
     ),
     # No `for`: the exporter reports flapping from the third flap on, until an hour after the last one.
@@ -144,12 +144,12 @@ ALERTS: tuple[Alert, ...] = (
         for_="0s",
         summary="Link goes down and up repeatedly",
         description=(
-            "<port> goes down and comes back."
+            "<port> went down and came back at least three times within 12 h."
             + each_series(
                 "max(infiniband_link_flaps_total{device=%[1]q,port=%[2]q} and on (instance, device, port) "
                 + "infiniband_info{host=%[3]q})",
                 "$labels.device $labels.port $labels.host",
-                " {{ .Value }} flaps so far.",
+                " It has flapped {{ .Value }} times in total.",
             )
             + "<runs_on_host>"
         ),
@@ -179,7 +179,7 @@ ALERTS: tuple[Alert, ...] = (
             )
         """,
         for_="5m",
-        summary="Link runs below its rate",
+        summary="Link runs below its highest rate",
         description=(
             "<port>:"
             + each_port(
@@ -254,7 +254,7 @@ ALERTS: tuple[Alert, ...] = (
             )
             + each_port(
                 "rate(infiniband_receive_errors_total{device=%[1]q,port=%[2]q}[<5m>]) > 10",
-                ' {{ printf "%.1f" .Value }} broken packets a second.',
+                ' {{ printf "%.1f" .Value }} packets a second arrive with errors.',
             )
             + each_port(
                 "increase(infiniband_local_link_integrity_errors_total{device=%[1]q,port=%[2]q}[<5m>]) > 0",

@@ -6,12 +6,11 @@ from alerts.alert import Alert
 from alerts.fragments import each_series
 
 _TRAINING_DOWN = (
-    "Run {{ $labels.run }}{{ with $labels.tenant }} of {{ . }}{{ end }} has been down for <5m> or "
-    + "longer."
+    "Run {{ $labels.run }}{{ with $labels.tenant }} (tenant {{ . }}){{ end }} is down."
     + each_series(
         "max(run_open_seconds{tenant=%q,run=%q})",
         "$labels.tenant $labels.run",
-        " Its last report is {{ .Value | humanizeDuration }} old.",
+        " The ledger received its last report {{ .Value | humanizeDuration }} ago.",
     )
     + each_series(
         "max by (status) (run_attempt_ends_total{tenant=%q,run=%q}) > 0",
@@ -19,7 +18,7 @@ _TRAINING_DOWN = (
         ' {{ printf "%.0f" .Value }} attempts ended as {{ .Labels.status }}.',
     )
     + each_series(
-        "max(run_gpus{tenant=%q,run=%q})", "$labels.tenant $labels.run", ' {{ printf "%.0f" .Value }} GPUs are idle.'
+        "max(run_gpus{tenant=%q,run=%q})", "$labels.tenant $labels.run", ' It used {{ printf "%.0f" .Value }} GPUs.'
     )
     + each_series(
         "max(run_high_water_steps{tenant=%q,run=%q})",
@@ -29,7 +28,7 @@ _TRAINING_DOWN = (
     + each_series(
         "max(run_committed_steps{tenant=%q,run=%q})",
         "$labels.tenant $labels.run",
-        ' Its last checkpoint is of step {{ printf "%.0f" .Value }}.',
+        ' Its last durable checkpoint is of step {{ printf "%.0f" .Value }}.',
     )
     + each_series(
         "max(run_open_seconds{tenant=%[1]q,run=%[2]q}) * max(run_gpus{tenant=%[1]q,run=%[2]q}) / 3600",
@@ -289,8 +288,8 @@ ALERTS: tuple[Alert, ...] = (
         for_="15m",
         summary="Goodput of the training run is low",
         description=(
-            "{{ $value | humanizePercentage }} of the last <1d> of run {{ $labels.run }} (or since its "
-            + "start) were new steps. Time lost since its start:"
+            "Run {{ $labels.run }} spent {{ $value | humanizePercentage }} of the last <1d> (or of the time since "
+            + "its start, if shorter) on new steps. Largest losses since its start:"
             + each_series(
                 "topk(3, max by (bucket) "
                 + '(run_seconds_total{tenant=%q,run=%q,bucket!~"productive|generation|queue"}) > 0)',
@@ -301,7 +300,7 @@ ALERTS: tuple[Alert, ...] = (
                 "sum(max by (bucket) "
                 + '(run_gpu_seconds_total{tenant=%q,run=%q,bucket!~"productive|generation|queue"})) / 3600',
                 "$labels.tenant $labels.run",
-                ' {{ printf "%.1f" .Value }} GPU-hours are lost so far.',
+                ' All losses since its start cost {{ printf "%.1f" .Value }} GPU-hours.',
             )
             + "<owner>"
         ),

@@ -29,13 +29,13 @@ ALERTS: tuple[Alert, ...] = (
         for_="15m",
         summary="MFU of the training run fell",
         description=(
-            "MFU of run {{ $labels.run }} is {{ $value | humanizePercentage }}"
+            "MFU of run {{ $labels.run }} is {{ $value | humanizePercentage }} in the last <10m>."
             + each_series(
                 "quantile_over_time(0.5, run:training_mfu:ratio_rate5m{run=%q}[<3h>] offset <30m>)",
                 "$labels.run",
-                ", its median before was {{ .Value | humanizePercentage }}",
+                " Its median over <3h>, until <30m> ago, was {{ .Value | humanizePercentage }}.",
             )
-            + ".<owner>"
+            + "<owner>"
         ),
     ),
     # MFU above 1, or 10 % above the tensor activity that the GPUs measure. For this comparison, MFU is taken over the
@@ -72,14 +72,14 @@ ALERTS: tuple[Alert, ...] = (
         for_="10m",
         summary="Declared FLOPs exceed what the GPUs can do",
         description=(
-            "Run {{ $labels.run }} declares FLOPs of {{ $value | humanizePercentage }} of its GPUs' peak"
+            "Run {{ $labels.run }} declares FLOPs of {{ $value | humanizePercentage }} of its GPUs' peak."
             + each_series(
                 "avg((rate(gpu_tensor_active_seconds_total[<5m>]) / rate(gpu_profiled_seconds_total[<5m>])) "
                 + "and on (uuid) training_rank_info{run=%q})",
                 "$labels.run",
-                "; their tensor cores were active {{ .Value | humanizePercentage }} of the time",
+                " The tensor cores of its GPUs were active {{ .Value | humanizePercentage }} of the time.",
             )
-            + ". Its declared FLOPs per token, tokens, dtype or peak are wrong, and so is its MFU."
+            + " Its declared FLOPs per token, tokens, dtype or peak are wrong, and so is its MFU."
             + each_series(
                 "group by (convention, dtype, flops_source, peak_source) (training_run_info{run=%q})",
                 "$labels.run",

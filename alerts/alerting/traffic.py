@@ -32,7 +32,7 @@ ALERTS: tuple[Alert, ...] = (
             "<port>:"
             + each_port(
                 "rate(infiniband_local_ack_timeouts_total{device=%[1]q,port=%[2]q}[<5m>]) > 1",
-                ' {{ printf "%.1f" .Value }} acknowledgements a second are missing.',
+                ' {{ printf "%.1f" .Value }} acknowledgements a second time out.',
             )
             + each_port(
                 "rate(infiniband_slow_restarts_total{device=%[1]q,port=%[2]q}[<5m>]) > 10",
@@ -118,7 +118,8 @@ ALERTS: tuple[Alert, ...] = (
                 + "(rate(infiniband_transmit_data_bytes_total[<5m>]) and on (instance, device, port) "
                 + 'last_over_time(infiniband_info{role="compute"}[<5m>])))) and '
                 + "infiniband_transmit_data_bytes_total{device=%[1]q,port=%[2]q}",
-                " It waits for credit longer than the host's other rails, and sends less.",
+                " It waits for credits over 4 times as long as the median of the host's compute ports, and sends less "
+                + "than 90 % of their median.",
             )
             + "<runs_on_host>"
         ),
@@ -154,7 +155,7 @@ ALERTS: tuple[Alert, ...] = (
             )
         """,
         for_="10m",
-        summary="One rail carries less than the others",
+        summary="One rail carries less traffic than the others",
         description=(
             "<port>:"
             + each_port(
@@ -163,7 +164,7 @@ ALERTS: tuple[Alert, ...] = (
                 + "(quantile by (instance) (0.5, (rate(infiniband_transmit_data_bytes_total[<5m>]) and on "
                 + '(instance, device, port) last_over_time(infiniband_info{role="compute"}[<5m>]))) > 1e+08) < '
                 + "0.5 and infiniband_transmit_data_bytes_total{device=%[1]q,port=%[2]q}",
-                " It sends {{ .Value | humanizePercentage }} of what the host's other rails send.",
+                " It sends {{ .Value | humanizePercentage }} of the median of the host's compute ports.",
             )
             + "<runs_on_host>"
         ),
@@ -211,7 +212,7 @@ ALERTS: tuple[Alert, ...] = (
             + each_port(
                 "rate(infiniband_packet_sequence_errors_total{device=%[1]q,port=%[2]q}[<5m>]) > 1 and on "
                 + '(instance, device, port) last_over_time(infiniband_info{link_layer="Ethernet"}[<5m>])',
-                ' {{ printf "%.1f" .Value }} packets a second are lost: priority flow control is off, or '
+                ' {{ printf "%.1f" .Value }} packets a second arrive out of sequence: priority flow control is off, or '
                 + "does not cover this traffic.",
             )
             + "<runs_on_host>"

@@ -45,45 +45,45 @@ _TRAINING_STRAGGLER = (
             "max(gpu_sm_clock_hertz{uuid=%[1]q}) < 0.95 * quantile(0.5, max by (uuid) "
             + "(gpu_sm_clock_hertz) and on (uuid) training_rank_info{run=%[2]q})",
             "$uuid $labels.run",
-            "Its clock is {{ .Value | humanize }}Hz, lower than that of the other GPUs. ",
+            "Its clock is {{ .Value | humanize }}Hz, over 5 % below the median of the run's GPUs. ",
         )
         + each_series(
             "max(gpu_power_limit_watts{uuid=%[1]q}) < 0.95 * max(gpu_power_limit_default_watts{uuid=%[1]q})",
             "$uuid $labels.run",
-            "Its power limit is {{ .Value }} W, below the board's default. ",
+            "Its power limit is {{ .Value }} W, over 5 % below the GPU's default. ",
         )
         + each_series(
             "max(gpu_pcie_width_lanes{uuid=%[1]q}) < max(gpu_pcie_width_max_lanes{uuid=%[1]q})",
             "$uuid $labels.run",
-            "Its PCIe link has only {{ .Value }} lanes. ",
+            "Its PCIe link has only {{ .Value }} lanes, fewer than the GPU supports. ",
         )
         + each_series(
             "topk(3, max by (xid) (gpu_xid_last_timestamp_seconds{uuid=%[1]q}) > time() - <1800_seconds>)",
             "$uuid $labels.run",
-            "It reported Xid {{ .Labels.xid }}. ",
+            "It reported Xid {{ .Labels.xid }} in the last <30m>. ",
         )
         + each_series(
             'increase(gpu_ecc_errors_total{uuid=%[1]q,error="uncorrected"}[<30m>]) > 0',
             "$uuid $labels.run",
-            "It had uncorrectable memory errors. ",
+            "It had uncorrectable memory errors in the last <30m>. ",
         )
         + each_series(
             "max by (device, port) (infiniband_port_rate_bytes_per_second < on (instance, device, "
             + "port) infiniband_port_expected_rate_bytes_per_second and on (instance, device, port) "
             + "infiniband_info{host=%q})",
             "$host",
-            "Port {{ .Labels.port }} of {{ .Labels.device }} runs below its rate. ",
+            "Port {{ .Labels.port }} of {{ .Labels.device }} on its host runs below its highest rate. ",
         )
         + each_series(
             "max by (reason, part) (host_verdict_reason == 1 and on (instance) instance:host:info{host=%q})",
             "$host",
-            "Its host is degraded: {{ .Labels.reason }} ({{ .Labels.part }}). ",
+            "The health check of its host reports {{ .Labels.reason }} ({{ .Labels.part }}). ",
         ),
     )
     + each_series(
         "run:infiniband_rail:min_over_median{run=%q} < 0.5",
         "$labels.run",
-        "One rail of the run carries {{ .Value | humanizePercentage }} of what the others carry. ",
+        "One rail of the run carries {{ .Value | humanizePercentage }} of the traffic of its median rail. ",
     )
     + "{{ end }}"
     + each_series(
@@ -101,7 +101,7 @@ _TRAINING_STRAGGLER = (
 )
 _TRAINING_HANG = (
     "Run {{ $labels.run }} has finished no step for {{ $value | humanizeDuration }}. For <1m> it started no "
-    "collective, or its tensor cores, power or network were idle."
+    "collective, or its GPUs or its network showed no work."
     + "".join(
         each_series(
             f'rank:training_hang:sign{{run=%[1]q,sign="{sign}"}} and on (rank) rank:training_hang:suspect{{run=%[1]q}}',
@@ -117,11 +117,11 @@ _TRAINING_HANG = (
         each_series(
             'topk(1, max by (uuid) (training_rank_info{run=%q,rank=%q,uuid!=""}))',
             "$labels.run .Labels.rank",
-            " Its GPU is"
+            " It runs on GPU"
             + each_series("max by (gpu) (gpu_info{uuid=%q})", ".Labels.uuid", " {{ .Labels.gpu }}")
             + " ({{ .Labels.uuid }}).",
         )
-        + ' Confidence {{ printf "%.0f" .Value }} %.',
+        + ' Confidence in this suspect is {{ printf "%.0f" .Value }} %.',
     )
     + "".join(
         each_series(
@@ -133,7 +133,9 @@ _TRAINING_HANG = (
         for sign, text in SIGNS.items()
     )
     + each_series(
-        "100 * host:training_hang:suspect{run=%[1]q}", "$labels.run", ' Confidence {{ printf "%.0f" .Value }} %.'
+        "100 * host:training_hang:suspect{run=%[1]q}",
+        "$labels.run",
+        ' Confidence in this suspect is {{ printf "%.0f" .Value }} %.',
     )
     + each_series(
         "run:training_overdue_step_began_seconds:max{run=%[1]q} unless on () rank:training_hang:suspect{run=%[1]q} "
@@ -155,12 +157,12 @@ _TRAINING_HANG = (
     + "<owner>"
 )
 _TRAINING_LOSS_NOT_FINITE = (
-    "{{ $value | humanizePercentage }} of the steps of run {{ $labels.run }} in <5m> had a loss or "
-    + "gradient norm that is not finite."
+    "{{ $value | humanizePercentage }} of the steps of run {{ $labels.run }} in <5m> had a NaN "
+    + "or infinite loss or gradient norm."
     + each_series(
         "max by (value) (increase(training_nonfinite_total{run=%q}[<5m>])) >= 0.5",
         "$labels.run",
-        ' {{ .Labels.value }}: {{ printf "%.0f" .Value }}.',
+        ' {{ .Labels.value }}: {{ printf "%.0f" .Value }} steps.',
     )
     + each_series(
         "max(run_committed_steps{run=%q})",

@@ -33,15 +33,15 @@ SUSPECT_RANK = "rank:training_hang:suspect"
 SUSPECT_HOST = "host:training_hang:suspect"
 # Text of each sign, to follow "rank N is".
 SIGNS = {
-    "gone": "gone",
-    "silent": "silent: its process is stopped, or holds the interpreter's lock",
-    "blocked": "stopped, or stuck in the kernel in storage or a driver",
-    "data": "waiting for data",
+    "gone": "gone and no longer reporting",
+    "silent": "silent: the process is stopped, or holds Python's interpreter lock (GIL)",
+    "blocked": "stopped, or stuck in the kernel (storage or a driver)",
+    "data": "waiting for the next batch",
     "sequence": "missing in the collective that the others wait in",
     "gpu": "on a GPU that is lost or reported a critical Xid",
-    "idle": "on an idle GPU, while those of the others are busy",
-    "computing": "on a GPU that goes on computing, while those of the others wait",
-    "link": "behind a port that is down",
+    "idle": "on an idle GPU, while the GPUs of most other ranks are busy",
+    "computing": "on a GPU that still computes, while the GPUs of the other ranks wait",
+    "link": "on a host with a port that is down",
 }
 
 
