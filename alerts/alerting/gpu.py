@@ -105,7 +105,7 @@ ALERTS: tuple[Alert, ...] = (
         for_="5m",
         summary="GPU repair waits for a reset",
         description=(
-            "<gpu> needs a reset for a repair."
+            "<gpu> needs a reset for a repair. Until then the faulty part may fail again."
             + each_series(
                 "max(gpu_row_remap_pending{uuid=%q}) == 1",
                 "$labels.uuid",
@@ -383,9 +383,9 @@ ALERTS: tuple[Alert, ...] = (
         description=(
             "<gpu> has a slow PCIe link. Lanes in use:"
             + each_series("max(gpu_pcie_width_lanes{uuid=%q})", "$labels.uuid", " {{ .Value }}")
-            + each_series("max(gpu_pcie_width_max_lanes{uuid=%q})", "$labels.uuid", " of {{ .Value }}")
+            + each_series("max(gpu_pcie_width_max_lanes{uuid=%q})", "$labels.uuid", " (possible: {{ .Value }})")
             + each_series("max(gpu_pcie_generation{uuid=%q})", "$labels.uuid", ". PCIe generation: {{ .Value }}")
-            + each_series("max(gpu_pcie_generation_max{uuid=%q})", "$labels.uuid", " of {{ .Value }}")
+            + each_series("max(gpu_pcie_generation_max{uuid=%q})", "$labels.uuid", " (possible: {{ .Value }})")
             + ". Copies between host and GPU take longer.<ranks_on_gpu>"
         ),
     ),
@@ -414,7 +414,7 @@ ALERTS: tuple[Alert, ...] = (
         keep_firing_for="10m",
         summary="PCIe link of a GPU has errors",
         description=(
-            "<gpu> has errors on its PCIe link."
+            "<gpu> has errors on its PCIe link. Copies between host and GPU may be slower or fail."
             + each_series(
                 "60 * max by (instance, uuid) (rate(gpu_pcie_replays_total{uuid=%q}[<5m>]))",
                 "$labels.uuid",

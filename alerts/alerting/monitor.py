@@ -331,7 +331,7 @@ ALERTS: tuple[Alert, ...] = (
         description=(
             "Exporter {{ $labels.instance }}{{ with $labels.host }} on {{ . }}{{ end }} has more series per "
             + "{{ $labels.budget }} than its budget allows. Samples that it dropped in the last <10m>: {{ "
-            + 'printf "%.0f" $value }}.'
+            + 'printf "%.0f" $value }}. The series of these samples are missing.'
         ),
     ),
     # The newest source was read at this very scrape; one that fails is older for other reasons. A clock is stepped
@@ -366,8 +366,8 @@ ALERTS: tuple[Alert, ...] = (
         summary="Clock of a host is wrong",
         description=(
             "The clock of exporter {{ $labels.instance }}{{ with $labels.host }} on {{ . }}{{ end }} differs "
-            + 'by {{ printf "%.0f" $value }} s from the clock of Prometheus. Steps, Xids and ledger records of '
-            + "its host have wrong times."
+            + 'by {{ printf "%.0f" $value }} s from the clock of Prometheus (above 0: it is ahead). Steps, Xids and '
+            + "ledger records of its host have wrong times."
         ),
     ),
     # `for` is longer than the window, which holds a single failure for ten minutes, for instance one during a restart

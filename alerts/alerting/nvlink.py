@@ -86,7 +86,7 @@ ALERTS: tuple[Alert, ...] = (
         keep_firing_for="10m",
         summary="NVLinks of a GPU have errors",
         description=(
-            "<gpu> has errors on its NVLinks."
+            "<gpu> has errors on its NVLinks. Collectives may be slower."
             + each_series(
                 "max by (error) "
                 + '(increase(nvlink_errors_total{uuid=%q,error!~"crc|crc_data|effective|replay|symbol"}[<5m>])) > 0',

@@ -243,15 +243,15 @@ ALERTS: tuple[Alert, ...] = (
         keep_firing_for="10m",
         summary="EFA adapter or its peers have errors",
         description=(
-            "<port> has EFA errors."
+            "<port> has EFA errors. Collectives over it may be slow or stop."
             + each_port(
                 "rate(infiniband_impaired_connections_total{device=%[1]q,port=%[2]q}[<5m>]) > 1",
                 ' Connections that became impaired per second: {{ printf "%.1f" .Value }} (limit: 1).',
             )
             + each_port(
                 "rate(infiniband_unresponsive_peers_total{device=%[1]q,port=%[2]q}[<5m>]) > 1",
-                ' Failures of a peer to respond per second: {{ printf "%.1f" .Value }} (limit: 1). The fault may be '
-                "in the peer.",
+                ' Times per second that a peer did not respond: {{ printf "%.1f" .Value }} (limit: 1). The fault may '
+                "be in the peer.",
             )
             + each_port(
                 "60 * rate(infiniband_command_errors_total{device=%[1]q,port=%[2]q}[<5m>]) > 10",

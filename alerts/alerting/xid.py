@@ -65,7 +65,7 @@ ALERTS: tuple[Alert, ...] = (
             + each_series(
                 "group by (run, rank) (last_over_time(training_rank_info{uuid=%q}[<5m>]))",
                 "$labels.uuid",
-                " Rank {{ .Labels.rank }} of run {{ .Labels.run }} runs on it.",
+                " Rank {{ .Labels.rank }} of run {{ .Labels.run }} runs on this GPU.",
             )
         ),
     ),
@@ -86,7 +86,10 @@ ALERTS: tuple[Alert, ...] = (
         """,
         for_="0s",
         summary="GPU reported a hardware error",
-        description="<gpu> reported Xid {{ $labels.xid }}<meaning_of_hardware_xid> in the last <30m>.<ranks_on_gpu>",
+        description=(
+            "<gpu> reported Xid {{ $labels.xid }}<meaning_of_hardware_xid> in the last <30m>. "
+            + "The GPU may continue to work, but a worse error may follow.<ranks_on_gpu>"
+        ),
     ),
     # By the time last seen, as GpuXidCritical. Only recorded.
     Alert(
@@ -105,7 +108,10 @@ ALERTS: tuple[Alert, ...] = (
         """,
         for_="0s",
         summary="Job caused an error on a GPU",
-        description="<gpu> reported Xid {{ $labels.xid }}<meaning_of_job_xid> in the last <30m>.<ranks_on_gpu>",
+        description=(
+            "<gpu> reported Xid {{ $labels.xid }}<meaning_of_job_xid> in the last <30m>. "
+            + "The code of a job usually causes it.<ranks_on_gpu>"
+        ),
     ),
     # The same application Xid in three hours of a day on one GPU alone is hardware (NVIDIA). A job at fault has it on
     # several GPUs of the node.
