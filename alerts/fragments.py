@@ -117,7 +117,7 @@ topk by (instance) (1,
     "ranks_on_gpu": each_series(
         'group by (run, rank) (last_over_time(training_rank_info{uuid=%q,uuid!=""}[<5m>]))',
         "$labels.uuid",
-        " Rank {{ .Labels.rank }} of run {{ .Labels.run }} runs on it.",
+        " Rank {{ .Labels.rank }} of run {{ .Labels.run }} runs on this GPU.",
     ),
     "runs_on_host": each_series(
         'count by (run) (group by (run, rank) (last_over_time(training_rank_info{host=%q,host!=""}[<5m>])))',

@@ -11,17 +11,17 @@ from alerts.fragments import each_series
 
 _RECOVERY = {  # nvmlDeviceGpuRecoveryAction_t
     1: "reset the GPU",
-    2: "reboot the node",
+    2: "reboot the host",
     3: "drain the GPUs that exchange data with it",
-    4: "drain the node and reset the GPU",
+    4: "drain the host and reset the GPU",
     5: "recover the IMEX domain",
-    6: "reset the PCIe bus above it",
+    6: "reset the PCIe bus above the GPU",
     7: "reboot the whole system",
 }
 _GPU_RECOVERY_NEEDED = (
-    "<gpu>: the driver asks to"
+    "<gpu> needs recovery. The driver requests that you"
     + "".join("\n{{- if eq $value " + f"{action}.0" + " }} " + text + "{{ end }}" for action, text in _RECOVERY.items())
-    + ".<ranks_on_gpu>"
+    + "."
 )
 
 ALERTS: tuple[Alert, ...] = (
@@ -42,7 +42,8 @@ ALERTS: tuple[Alert, ...] = (
         for_="0s",
         summary="GPU had uncorrectable memory errors",
         description=(
-            '<gpu> made {{ printf "%.0f" $value }} uncorrectable memory errors in the last ' + "<30m>.<ranks_on_gpu>"
+            "<gpu> had uncorrectable memory errors, which end the process that reads the memory. Errors in the last "
+            + '<30m>: {{ printf "%.0f" $value }}.<ranks_on_gpu>'
         ),
     ),
     # The GPU reports this failure itself and never clears it. DCGM fails a GPU with 512 rows remapped for uncorrectable
@@ -64,19 +65,23 @@ ALERTS: tuple[Alert, ...] = (
             )
         """,
         for_="0s",
-        summary="GPU memory needs replacement",
+        summary="GPU memory cannot be repaired",
         description=(
-            "<gpu>:"
-            + each_series("max(gpu_row_remap_failure{uuid=%q}) == 1", "$labels.uuid", " a row could not be remapped.")
+            "<gpu> has memory that a reset cannot repair. Have the GPU replaced."
+            + each_series(
+                "max(gpu_row_remap_failure{uuid=%q}) == 1",
+                "$labels.uuid",
+                " A memory row could not be replaced by a spare row.",
+            )
             + each_series(
                 "max(gpu_sram_error_threshold_exceeded{uuid=%q}) == 1",
                 "$labels.uuid",
-                " its SRAM errors exceed the limit.",
+                " Its uncorrectable SRAM errors exceed the limit of the board.",
             )
             + each_series(
                 'max(gpu_remapped_rows_total{uuid=%q,error="uncorrected"})',
                 "$labels.uuid",
-                " {{ .Value }} rows were remapped after uncorrectable errors.",
+                " Memory rows replaced after uncorrectable errors: {{ .Value }} (limit: 512).",
             )
             + "<ranks_on_gpu>"
         ),
@@ -99,15 +104,23 @@ ALERTS: tuple[Alert, ...] = (
             )
         """,
         for_="5m",
-        summary="GPU memory repair waits for a reset",
+        summary="GPU repair waits for a reset",
         description=(
-            "<gpu>:"
-            + each_series("max(gpu_row_remap_pending{uuid=%q}) == 1", "$labels.uuid", " rows wait to be remapped.")
-            + each_series("max(gpu_retired_pages_pending{uuid=%q}) == 1", "$labels.uuid", " pages wait to be retired.")
+            "<gpu> needs a reset for a repair. Until then the faulty part may fail again."
+            + each_series(
+                "max(gpu_row_remap_pending{uuid=%q}) == 1",
+                "$labels.uuid",
+                " The reset replaces faulty memory rows by spare rows.",
+            )
+            + each_series(
+                "max(gpu_retired_pages_pending{uuid=%q}) == 1",
+                "$labels.uuid",
+                " The reset retires faulty memory pages.",
+            )
             + each_series(
                 "max by (part) (gpu_repair_pending{uuid=%q}) == 1",
                 "$labels.uuid",
-                " {{ .Labels.part }} waits for repair.",
+                " The reset repairs this part: {{ .Labels.part }}.",
             )
             + "<ranks_on_gpu>"
         ),
@@ -132,7 +145,7 @@ ALERTS: tuple[Alert, ...] = (
         """,
         for_="5m",
         summary="GPU needs recovery",
-        description=_GPU_RECOVERY_NEEDED,
+        description=_GPU_RECOVERY_NEEDED + " No job can run on the GPU until then.<ranks_on_gpu>",
     ),
     Alert(
         name="GpuRecoveryNeeded",
@@ -156,7 +169,7 @@ ALERTS: tuple[Alert, ...] = (
         """,
         for_="5m",
         summary="GPU needs recovery",
-        description=_GPU_RECOVERY_NEEDED,
+        description=_GPU_RECOVERY_NEEDED + " The present job can end first.<ranks_on_gpu>",
     ),
     # While a GPU is dead, the exporter initialises NVML at least every 240 s, which is less than `for`.
     Alert(
@@ -177,7 +190,10 @@ ALERTS: tuple[Alert, ...] = (
         """,
         for_="5m",
         summary="GPU does not answer",
-        description="<gpu> does not answer, and reported no critical Xid.<ranks_on_gpu>",
+        description=(
+            "<gpu> does not answer. It reported no critical Xid in the last <1d>. Drain and reboot the "
+            + "host.<ranks_on_gpu>"
+        ),
     ),
     # A node without GPUs, or without a driver, has no series of a GPU. So it counts as 0, unless its driver cannot be
     # queried. While a GPU is dead, the exporter initialises NVML at least every 240 s, which is less than `for`.
@@ -204,14 +220,14 @@ ALERTS: tuple[Alert, ...] = (
         for_="5m",
         summary="Host has fewer GPUs than expected",
         description=(
-            "{{ $labels.host }} has {{ $value }} GPUs"
+            "Host {{ $labels.host }} has {{ $value }} GPUs"
             + each_series(
                 'topk(1, max by (instance) (host_expected_parts{kind="gpus"}) and on (instance) '
                 + "instance:host:info{host=%q})",
                 "$labels.host",
-                " of the {{ .Value }} that are expected",
+                ", but {{ .Value }} are expected",
             )
-            + ".<runs_on_host>"
+            + ". A job that requests all GPUs of the host does not start.<runs_on_host>"
         ),
     ),
     # An update of the driver takes less than `for`.
@@ -229,7 +245,10 @@ ALERTS: tuple[Alert, ...] = (
         """,
         for_="10m",
         summary="No NVIDIA driver is loaded",
-        description="{{ $labels.host }} has GPUs in its inventory and no NVIDIA driver loaded.<runs_on_host>",
+        description=(
+            "Host {{ $labels.host }} has GPUs in its inventory, but no NVIDIA driver is loaded. No job can use "
+            + "these GPUs.<runs_on_host>"
+        ),
     ),
     # Drivers before R535 call both slowdowns `thermal`. TraceML also warns of a straggler that costs 10 % of the time.
     # Window and `for` together are ten minutes. Fail-slow lasts tens of seconds or longer (FALCON).
@@ -253,9 +272,11 @@ ALERTS: tuple[Alert, ...] = (
         keep_firing_for="5m",
         summary="GPU is throttled by heat",
         description=(
-            "<gpu> was throttled by heat {{ $value | humanizePercentage }} of the time."
+            "<gpu> was throttled by heat for {{ $value | humanizePercentage }} of the last <5m>."
             + each_series(
-                "max(gpu_temperature_celsius{uuid=%q})", "$labels.uuid", " It is at {{ .Value }} degrees Celsius."
+                "max(gpu_temperature_celsius{uuid=%q})",
+                "$labels.uuid",
+                " Its temperature is {{ .Value }} degrees Celsius.",
             )
             + "<ranks_on_gpu>"
         ),
@@ -288,16 +309,18 @@ ALERTS: tuple[Alert, ...] = (
         keep_firing_for="5m",
         summary="GPU is throttled by power",
         description=(
-            "<gpu> was throttled {{ $value | humanizePercentage }} of the time"
+            "<gpu> was throttled by power for {{ $value | humanizePercentage }} of the last <5m>"
             + each_series(
                 "max by (instance, uuid) "
                 + '(rate(gpu_clock_event_seconds_total{uuid=%q,reason=~"hw_power_brake_slowdown"}[<5m>])) > 0.1',
                 "$labels.uuid",
-                " by an external power brake",
+                ", because of an external power brake",
             )
-            + each_series("max(gpu_power_limit_watts{uuid=%q})", "$labels.uuid", ". Its limit is {{ .Value }} W")
+            + each_series("max(gpu_power_limit_watts{uuid=%q})", "$labels.uuid", ". Its power limit is {{ .Value }} W")
             + each_series(
-                "max(gpu_power_limit_default_watts{uuid=%q})", "$labels.uuid", ", the board's default {{ .Value }} W"
+                "max(gpu_power_limit_default_watts{uuid=%q})",
+                "$labels.uuid",
+                ". The default power limit of its board is {{ .Value }} W",
             )
             + ".<ranks_on_gpu>"
         ),
@@ -326,9 +349,11 @@ ALERTS: tuple[Alert, ...] = (
         for_="5m",
         summary="GPU is close to thermal throttling",
         description=(
-            "<gpu> is within 3 degrees Celsius of thermal slowdown."
+            "<gpu> is less than 3 degrees Celsius below the temperature at which it slows down."
             + each_series(
-                "max(gpu_temperature_celsius{uuid=%q})", "$labels.uuid", " It is at {{ .Value }} degrees Celsius."
+                "max(gpu_temperature_celsius{uuid=%q})",
+                "$labels.uuid",
+                " Its temperature is {{ .Value }} degrees Celsius.",
             )
             + "<ranks_on_gpu>"
         ),
@@ -358,12 +383,12 @@ ALERTS: tuple[Alert, ...] = (
         for_="10m",
         summary="PCIe link of a GPU is degraded",
         description=(
-            "<gpu> has"
+            "<gpu> has a slow PCIe link. Lanes in use:"
             + each_series("max(gpu_pcie_width_lanes{uuid=%q})", "$labels.uuid", " {{ .Value }}")
-            + each_series("max(gpu_pcie_width_max_lanes{uuid=%q})", "$labels.uuid", " of {{ .Value }} PCIe lanes")
-            + each_series("max(gpu_pcie_generation{uuid=%q})", "$labels.uuid", " at generation {{ .Value }}")
-            + each_series("max(gpu_pcie_generation_max{uuid=%q})", "$labels.uuid", " of {{ .Value }}")
-            + ".<ranks_on_gpu>"
+            + each_series("max(gpu_pcie_width_max_lanes{uuid=%q})", "$labels.uuid", " (possible: {{ .Value }})")
+            + each_series("max(gpu_pcie_generation{uuid=%q})", "$labels.uuid", ". PCIe generation: {{ .Value }}")
+            + each_series("max(gpu_pcie_generation_max{uuid=%q})", "$labels.uuid", " (possible: {{ .Value }})")
+            + ". Copies between host and GPU take longer.<ranks_on_gpu>"
         ),
     ),
     # DCGM's limit is 1e-12 replays per bit, which is 31 per minute at generation 5 with 16 lanes. A lane of generation
@@ -391,16 +416,16 @@ ALERTS: tuple[Alert, ...] = (
         keep_firing_for="10m",
         summary="PCIe link of a GPU has errors",
         description=(
-            "<gpu>:"
+            "<gpu> has errors on its PCIe link. Copies between host and GPU may be slower or fail."
             + each_series(
                 "60 * max by (instance, uuid) (rate(gpu_pcie_replays_total{uuid=%q}[<5m>]))",
                 "$labels.uuid",
-                ' {{ printf "%.0f" .Value }} replays a minute.',
+                ' Retransmitted packets per minute: {{ printf "%.0f" .Value }}.',
             )
             + each_series(
                 'max by (error) (increase(gpu_pcie_errors_total{uuid=%q,error=~"fatal|non_fatal"}[<5m>])) > 0',
                 "$labels.uuid",
-                ' {{ printf "%.0f" .Value }} {{ .Labels.error }} errors in <5m>.',
+                ' Errors of type {{ .Labels.error }} in the last <5m>: {{ printf "%.0f" .Value }}.',
             )
             + "<ranks_on_gpu>"
         ),
@@ -428,13 +453,15 @@ ALERTS: tuple[Alert, ...] = (
         for_="30m",
         summary="Allocated GPUs are idle",
         description=(
-            "Run {{ $labels.run }} has ranks on {{ $value }} idle GPUs, among them:\n{{- range $i, $gpus := "
+            "Run {{ $labels.run }} has ranks on GPUs that have been idle for <30m>. Number of these GPUs: {{ $value "
+            + "}}. The first hosts, with their idle GPUs:\n{{- range $i, $gpus := "
             + "printf `count by (host) (group by (run, uuid, host) "
             + '(last_over_time(training_rank_info{run=%q,uuid!=""}[<5m>])) and on (uuid) ( max by (uuid) '
             + "(rate(gpu_sm_active_seconds_total[<5m>])) / max by (uuid) "
             + "(rate(gpu_profiled_seconds_total[<5m>])) < 0.01 or on (uuid) max by (uuid) "
             + "(max_over_time(gpu_utilization_ratio[<5m>])) < 0.01 ))` $labels.run | query | sortByLabel "
-            + '"host" }}{{ if lt $i 3 }} {{ $gpus.Value }} of {{ $gpus.Labels.host }}{{ end }}{{ end }}.'
+            + '"host" }}{{ if lt $i 3 }}{{ if $i }},{{ end }} {{ $gpus.Labels.host }} '
+            + "({{ $gpus.Value }}){{ end }}{{ end }}."
         ),
     ),
 )

@@ -108,8 +108,8 @@ ALERTS: tuple[Alert, ...] = (
         keep_firing_for="2m",
         summary="Host is in maintenance",
         description=(
-            "Host {{ $labels.host }} is in maintenance until {{ $value | humanizeTimestamp }}. Its alerts "
-            + "are not sent."
+            "Host {{ $labels.host }} is in maintenance until {{ $value | humanizeTimestamp }}. Alerts of this "
+            + "host, and of runs with ranks there, are not sent."
         ),
     ),
     # This alert only inhibits others. A pending LeafDown is enough, because its page names these hosts. Without a known
@@ -172,8 +172,9 @@ ALERTS: tuple[Alert, ...] = (
         for_="0s",
         summary="Host is cut off by its leaf",
         description=(
-            "Host {{ $labels.host }}{{ with $labels.leaf }} of leaf {{ . }}{{ end }} is cut off with its "
-            + "neighbours. LeafDown reports them, and this alert inhibits the host's own alerts."
+            "Host {{ $labels.host }}{{ with $labels.leaf }} of leaf {{ . }}{{ end }} is cut off, and "
+            + "so are other hosts of its leaf. LeafDown reports these hosts. This alert holds back the alerts of "
+            + "this host."
         ),
     ),
     # This alert only inhibits others. A pending alert on a GPU is enough. Its `for` is longer than that of a hang, and

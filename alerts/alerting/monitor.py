@@ -18,7 +18,7 @@ _NODE_LOST = (
         "$labels.host",
         " (rack {{ .Labels.rack }}, leaf {{ .Labels.leaf }})",
     )
-    + " does not answer."
+    + " does not answer, and a run with ranks there makes no progress."
     + each_series(
         "count by (run) (count by (run, rank) (last_over_time(training_rank_info{host=%q}[<1h>])))",
         "$labels.host",
@@ -59,8 +59,8 @@ ALERTS: tuple[Alert, ...] = (
         for_="3m",
         summary="Exporter does not answer",
         description=(
-            "The exporter at {{ $labels.instance }}{{ with $labels.host }} on {{ . }}{{ end }} does not "
-            + "answer. The host's GPUs, ports and ranks are not monitored."
+            "Exporter {{ $labels.instance }}{{ with $labels.host }} on {{ . }}{{ end }} does not answer "
+            + "Prometheus. GPUs, ports and ranks of its host are not monitored."
             + each_series(
                 "group by (run) (last_over_time(training_rank_info{host=%q}[<5m>]))",
                 "$labels.host",
@@ -104,7 +104,7 @@ ALERTS: tuple[Alert, ...] = (
         """,
         for_="30s",
         keep_firing_for="2m",
-        summary="Node is gone and stops a run",
+        summary="Host is lost and stops a run",
         description=_NODE_LOST,
     ),
     Alert(
@@ -137,7 +137,7 @@ ALERTS: tuple[Alert, ...] = (
         """,
         for_="30s",
         keep_firing_for="2m",
-        summary="Node is gone and stops a run",
+        summary="Host is lost and stops a run",
         description=_NODE_LOST,
     ),
     # While a driver is released on request, the time of the last success is old and the success is absent. A driver
@@ -161,13 +161,13 @@ ALERTS: tuple[Alert, ...] = (
         for_="5m",
         summary="Collector of an exporter fails",
         description=(
-            "The collector {{ $labels.collector }} of the exporter {{ $labels.instance }}{{ with "
-            + "$labels.host }} on {{ . }}{{ end }} fails."
+            "Collector {{ $labels.collector }} of exporter {{ $labels.instance }}{{ with $labels.host }} on "
+            + "{{ . }}{{ end }} fails. Its series are missing."
             + each_series(
                 "max by (reason) "
                 + "(increase(flopwatch_collector_failures_total{instance=%q,collector=%q}[<10m>])) >= 0.5",
                 "$labels.instance $labels.collector",
-                ' {{ printf "%.0f" .Value }} times: {{ .Labels.reason }}.',
+                ' Reads that failed for the reason {{ .Labels.reason }} in the last <10m>: {{ printf "%.0f" .Value }}.',
             )
         ),
     ),
@@ -184,10 +184,10 @@ ALERTS: tuple[Alert, ...] = (
             )
         """,
         for_="5m",
-        summary="Exporter cannot see some GPUs",
+        summary="Exporter has no access to some GPUs",
         description=(
-            "The exporter {{ $labels.instance }}{{ with $labels.host }} on {{ . }}{{ end }} cannot see {{ "
-            + 'printf "%.0f" $value }} GPUs. The GPUs themselves may be fine.'
+            "Exporter {{ $labels.instance }}{{ with $labels.host }} on {{ . }}{{ end }} has no access to {{ "
+            + 'printf "%.0f" $value }} GPUs, so they are not monitored. The GPUs themselves may be healthy.'
         ),
     ),
     # A pod that is not scheduled or was replaced is not a target, so it has no `up`. FlopwatchExporterDown covers a
@@ -223,8 +223,8 @@ ALERTS: tuple[Alert, ...] = (
         for_="5m",
         summary="Ledger does not answer",
         description=(
-            "The ledger at {{ $labels.instance }} does not answer. Goodput is not updated, and a run that "
-            + "goes down is not noticed. Exporters keep their records until it is back."
+            "Ledger {{ $labels.instance }} does not answer Prometheus. Goodput is not updated, and "
+            + "TrainingDown cannot fire. Exporters keep their records until the ledger answers again."
         ),
     ),
     # No record was delivered in ten minutes. `for` is longer than that of FlopwatchLedgerDown, which inhibits this
@@ -246,8 +246,9 @@ ALERTS: tuple[Alert, ...] = (
         for_="8m",
         summary="Exporter cannot reach the ledger",
         description=(
-            "The exporter {{ $labels.instance }}{{ with $labels.host }} on {{ . }}{{ end }} has delivered "
-            + "nothing to the ledger in <10m>. The ledger will report its runs as down."
+            "Exporter {{ $labels.instance }}{{ with $labels.host }} on {{ . }}{{ end }} has delivered no "
+            + "record to the ledger in the last <10m>. The ledger counts a run as down if all ranks of the run "
+            + "are on this host."
         ),
     ),
     # The ledger refuses a wrong record at each attempt. Two releases run at the same time during an upgrade, but for
@@ -273,8 +274,19 @@ ALERTS: tuple[Alert, ...] = (
         for_="15m",
         summary="Ledger refuses records",
         description=(
-            "The ledger refused {{ $value | humanizePercentage }} of the records that {{ $labels.instance "
-            + "}}{{ with $labels.host }} on {{ . }}{{ end }} sent or received. They are missing from goodput."
+            each_series(
+                "count(last_over_time(flopwatch_ledger_records_sent_total{instance=%q}[<10m>]))",
+                "$labels.instance",
+                "The ledger refused {{ $value | humanizePercentage }} of the records that exporter "
+                + "{{ $labels.instance }}{{ with $labels.host }} on {{ . }}{{ end }} sent in the last <10m>.",
+            )
+            + each_series(
+                "count(last_over_time(flopwatch_ledger_requests_total{instance=%q}[<10m>]))",
+                "$labels.instance",
+                "Ledger {{ $labels.instance }} refused {{ $value | humanizePercentage }} of the requests that it "
+                + "received in the last <10m>.",
+            )
+            + " The refused records are missing from goodput."
         ),
     ),
     # The last pushes of a replaced rank are refused by design, and stay in the window for ten minutes.
@@ -297,9 +309,9 @@ ALERTS: tuple[Alert, ...] = (
         for_="15m",
         summary="Exporter refuses pushes of training processes",
         description=(
-            "The exporter {{ $labels.instance }}{{ with $labels.host }} on {{ . }}{{ end }} refused {{ "
-            + "$value | humanizePercentage }} of the pushes as {{ $labels.outcome }}. Those ranks are not "
-            + "monitored."
+            "Exporter {{ $labels.instance }}{{ with $labels.host }} on {{ . }}{{ end }} refused {{ $value | "
+            + "humanizePercentage }} of the pushes of training processes in the last <10m>. The outcome is {{ "
+            + "$labels.outcome }}. The ranks of these processes are not monitored."
         ),
     ),
     # When a rank is replaced, two generations of its series overlap for a scrape. `for` is longer than the window.
@@ -316,10 +328,11 @@ ALERTS: tuple[Alert, ...] = (
             )
         """,
         for_="15m",
-        summary="Exporter drops series over its budget",
+        summary="Exporter exceeds its budget of series",
         description=(
-            "The exporter {{ $labels.instance }}{{ with $labels.host }} on {{ . }}{{ end }} dropped {{ "
-            + 'printf "%.0f" $value }} samples in <10m> over the budget per {{ $labels.budget }}.'
+            "Exporter {{ $labels.instance }}{{ with $labels.host }} on {{ . }}{{ end }} has more series per "
+            + "{{ $labels.budget }} than its budget allows. Samples that it dropped in the last <10m>: {{ "
+            + 'printf "%.0f" $value }}. The series of these samples are missing.'
         ),
     ),
     # The newest success of a collector was at this scrape, so its age is the error of the clock. A collector that fails
@@ -351,11 +364,11 @@ ALERTS: tuple[Alert, ...] = (
             )
         """,
         for_="5m",
-        summary="Clock of a node is wrong",
+        summary="Clock of a host is wrong",
         description=(
-            "The clock of {{ $labels.instance }}{{ with $labels.host }} on {{ . }}{{ end }} differs by {{ "
-            + 'printf "%.0f" $value }} s from the clock of Prometheus. Its steps, Xids and records have wrong '
-            + "times."
+            "The clock of exporter {{ $labels.instance }}{{ with $labels.host }} on {{ . }}{{ end }} differs "
+            + 'by {{ printf "%.0f" $value }} s from the clock of Prometheus (above 0: it is ahead). Steps, Xids and '
+            + "ledger records of its host have wrong times."
         ),
     ),
     # `for` is longer than the window, which holds a single failure for ten minutes, for instance one during a restart
@@ -373,8 +386,8 @@ ALERTS: tuple[Alert, ...] = (
         for_="11m",
         summary="Prometheus fails to evaluate rules",
         description=(
-            'Rules of {{ $labels.rule_group }} failed {{ printf "%.0f" $value }} times in <10m>. Their '
-            + "alerts may be missing."
+            "Prometheus fails to evaluate rules of group {{ $labels.rule_group }}. Failures in the last "
+            + '<10m>: {{ printf "%.0f" $value }}. Alerts of this group may not fire.'
         ),
     ),
     Alert(
@@ -385,6 +398,9 @@ ALERTS: tuple[Alert, ...] = (
         expr="vector(1)",
         for_="0s",
         summary="Alerting works: this alert always fires",
-        description=("Prometheus evaluates rules and Alertmanager delivers. This alert pages only by its absence."),
+        description=(
+            "Prometheus evaluates rules, and Alertmanager delivers alerts. The service behind the watchdog "
+            + "URL pages when this alert no longer arrives."
+        ),
     ),
 )

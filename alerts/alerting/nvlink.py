@@ -6,23 +6,29 @@ from alerts.alert import Alert
 from alerts.fragments import each_series
 
 _NVLINK_FABRIC_UNHEALTHY = (
-    "<gpu>:"
+    "<gpu> has a problem with its NVLink fabric."
     + each_series(
         "max(gpu_fabric_state_id{uuid=%q})",
         "$labels.uuid",
-        "{{ if eq .Value 1.0 }} its registration has not begun.{{ end }}{{ if eq .Value 2.0 }} its "
-        + "registration does not finish.{{ end }}",
+        "{{ if eq .Value 1.0 }} Its registration with the fabric manager has not begun.{{ end }}"
+        + "{{ if eq .Value 2.0 }} Its registration with the fabric manager does not finish.{{ end }}",
     )
     + each_series(
-        "max(gpu_fabric_status_id{uuid=%q}) > 0", "$labels.uuid", " registration failed with nvmlReturn_t {{ .Value }}."
+        "max(gpu_fabric_status_id{uuid=%q}) > 0",
+        "$labels.uuid",
+        " Its registration with the fabric manager failed with nvmlReturn_t {{ .Value }}.",
     )
     + each_series(
         "max(gpu_fabric_health_id{uuid=%q})",
         "$labels.uuid",
-        "{{ if eq .Value 2.0 }} the fabric is unhealthy.{{ end }}{{ if eq .Value 3.0 }} the fabric "
+        "{{ if eq .Value 2.0 }} The fabric is unhealthy.{{ end }}{{ if eq .Value 3.0 }} The fabric "
         + "has limited capacity.{{ end }}",
     )
-    + each_series("max by (fault) (gpu_fabric_fault{uuid=%q}) == 1", "$labels.uuid", " {{ .Labels.fault }}.")
+    + each_series(
+        "max by (fault) (gpu_fabric_fault{uuid=%q}) == 1",
+        "$labels.uuid",
+        " The driver reports the fault {{ .Labels.fault }}.",
+    )
     + "<ranks_on_gpu>"
 )
 
@@ -47,9 +53,13 @@ ALERTS: tuple[Alert, ...] = (
         for_="2m",
         summary="NVLinks of a GPU are down",
         description=(
-            "<gpu> has lost {{ $value }} NVLinks"
-            + each_series('sum(nvlink_links{uuid=%q,state=~"active|sleep"})', "$labels.uuid", "; {{ .Value }} are up")
-            + ".<ranks_on_gpu>"
+            "<gpu> has lost NVLinks. NVLinks that went down: {{ $value }}."
+            + each_series(
+                'sum(nvlink_links{uuid=%q,state=~"active|sleep"})',
+                "$labels.uuid",
+                " NVLinks that are up: {{ .Value }}.",
+            )
+            + " Collectives hang or fail.<ranks_on_gpu>"
         ),
     ),
     # Replayed or corrected data is not lost, so these errors do not count. Effective and symbol errors are judged by
@@ -77,22 +87,22 @@ ALERTS: tuple[Alert, ...] = (
         keep_firing_for="10m",
         summary="NVLinks of a GPU have errors",
         description=(
-            "<gpu>:"
+            "<gpu> has errors on its NVLinks. Collectives may be slower."
             + each_series(
                 "max by (error) "
                 + '(increase(nvlink_errors_total{uuid=%q,error!~"crc|crc_data|effective|replay|symbol"}[<5m>])) > 0',
                 "$labels.uuid",
-                ' {{ printf "%.0f" .Value }} {{ .Labels.error }} errors in <5m>.',
+                ' Errors of type {{ .Labels.error }} in the last <5m>: {{ printf "%.0f" .Value }}.',
             )
             + each_series(
                 'sum(rate(nvlink_errors_total{uuid=%q,error=~"crc|crc_data"}[<5m>])) > 0',
                 "$labels.uuid",
-                ' {{ printf "%.0f" .Value }} corrected errors a second.',
+                ' Corrected errors per second: {{ printf "%.0f" .Value }}.',
             )
             + each_series(
                 "max(nvlink_effective_bit_error_ratio{uuid=%q})",
                 "$labels.uuid",
-                ' Bit error ratio {{ printf "%.1e" .Value }} after correction.',
+                ' Bit error ratio after correction: {{ printf "%.1e" .Value }} (limit: 1e-12).',
             )
             + "<ranks_on_gpu>"
         ),

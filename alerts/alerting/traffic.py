@@ -242,28 +242,29 @@ ALERTS: tuple[Alert, ...] = (
         """,
         for_="1m",
         keep_firing_for="10m",
-        summary="EFA adapter or its peers fail",
+        summary="EFA adapter or its peers have errors",
         description=(
-            "<port>:"
+            "<port> has EFA errors. Collectives over it may be slow or stop."
             + each_port(
                 "rate(infiniband_impaired_connections_total{device=%[1]q,port=%[2]q}[<5m>]) > 1",
-                ' {{ printf "%.1f" .Value }} connections a second are impaired.',
+                ' Connections that became impaired per second: {{ printf "%.1f" .Value }} (limit: 1).',
             )
             + each_port(
                 "rate(infiniband_unresponsive_peers_total{device=%[1]q,port=%[2]q}[<5m>]) > 1",
-                ' {{ printf "%.1f" .Value }} times a second a peer does not respond. Check the peer.',
+                ' Times per second that a peer did not respond: {{ printf "%.1f" .Value }} (limit: 1). The fault may '
+                "be in the peer.",
             )
             + each_port(
                 "60 * rate(infiniband_command_errors_total{device=%[1]q,port=%[2]q}[<5m>]) > 10",
-                ' {{ printf "%.1f" .Value }} commands a minute fail.',
+                ' Failed commands per minute: {{ printf "%.1f" .Value }} (limit: 10).',
             )
             + each_port(
                 "increase(infiniband_commands_lost_total{device=%[1]q,port=%[2]q}[<5m>]) > 0",
-                " The adapter never completed a command.",
+                " The adapter left a command uncompleted in the last <5m>.",
             )
             + each_port(
                 "increase(infiniband_keep_alives_total{device=%[1]q,port=%[2]q}[<5m>]) == 0",
-                " The adapter sends no keep-alives.",
+                " The adapter has sent no keep-alive in the last <5m>.",
             )
             + "<runs_on_host>"
         ),

@@ -54,7 +54,7 @@ ALERTS: tuple[Alert, ...] = (
             )
         """,
         for_="0s",
-        summary="GPU is unfit after an Xid",
+        summary="GPU cannot run jobs after an Xid",
         description=(
             "GPU"
             + each_series(
@@ -65,7 +65,7 @@ ALERTS: tuple[Alert, ...] = (
             + each_series(
                 "group by (run, rank) (last_over_time(training_rank_info{uuid=%q}[<5m>]))",
                 "$labels.uuid",
-                " Rank {{ .Labels.rank }} of run {{ .Labels.run }} runs on it.",
+                " Rank {{ .Labels.rank }} of run {{ .Labels.run }} runs on this GPU.",
             )
         ),
     ),
@@ -87,7 +87,10 @@ ALERTS: tuple[Alert, ...] = (
         """,
         for_="0s",
         summary="GPU reported a hardware error",
-        description="<gpu> reported Xid {{ $labels.xid }}<meaning_of_hardware_xid>.<ranks_on_gpu>",
+        description=(
+            "<gpu> reported Xid {{ $labels.xid }}<meaning_of_hardware_xid> in the last <30m>. "
+            + "The GPU may continue to work, but a worse error may follow.<ranks_on_gpu>"
+        ),
     ),
     # The time of the last Xid counts, as in GpuXidCritical. The alert is recorded, but sent to no receiver.
     Alert(
@@ -106,7 +109,10 @@ ALERTS: tuple[Alert, ...] = (
         """,
         for_="0s",
         summary="Job caused an error on a GPU",
-        description="<gpu> reported Xid {{ $labels.xid }}<meaning_of_job_xid>.<ranks_on_gpu>",
+        description=(
+            "<gpu> reported Xid {{ $labels.xid }}<meaning_of_job_xid> in the last <30m>. "
+            + "The code of a job usually causes it.<ranks_on_gpu>"
+        ),
     ),
     # The same application Xid in three hours of a day on one GPU alone means a hardware fault (NVIDIA). A job with a
     # bug has it on several GPUs of the node.
@@ -140,7 +146,8 @@ ALERTS: tuple[Alert, ...] = (
         summary="GPU repeats an application error",
         description=(
             '<gpu> reported Xid {{ $labels.xid }}<meaning_of_application_xid> in {{ printf "%.0f" $value }} '
-            + "hours of the last day, and no other GPU of the host did.<ranks_on_gpu>"
+            + "different hours of the last <1d>. No other GPU of its host reported this Xid, so the GPU may be "
+            + "faulty.<ranks_on_gpu>"
         ),
     ),
     # The Fabric Manager guide asks for a restart after an SXid.
@@ -167,15 +174,16 @@ ALERTS: tuple[Alert, ...] = (
             )
         """,
         for_="0s",
-        summary="NVSwitch is unfit after an SXid",
+        summary="NVSwitch reported a fatal SXid",
         description=(
-            "NVSwitch {{ $labels.switch }} of {{ $labels.host }} reported SXid {{ $labels.sxid }}"
+            "NVSwitch {{ $labels.switch }} of {{ $labels.host }} reported fatal SXid {{ $labels.sxid }}"
             + each_series(
                 "group by (name) (last_over_time(nvlink_switch_sxid_info{sxid=%q}[<30m>]))",
                 "$labels.sxid",
                 " ({{ .Labels.name }})",
             )
-            + ".<runs_on_host>"
+            + ". NVLink traffic through it fails until a reset. Drain the host, then reset its GPUs and "
+            + "NVSwitches.<runs_on_host>"
         ),
     ),
 )

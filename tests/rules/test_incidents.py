@@ -129,8 +129,8 @@ def test_a_dead_leaf_is_one_page_with_its_runs_and_gpus_until_all_is_over(lived:
 def test_a_dead_host_is_one_page_also_where_its_run_goes_on_elsewhere(lived: dict[str, Future[Rehearsal]]) -> None:
     found = lived["host"].result()
     assert one_page(found) == (
-        "NodeLost: Host node-0003 (rack rack-0, leaf leaf-0-0) does not answer. "
-        "Run lm of 64 GPUs has 8 of its ranks there."
+        "NodeLost: Host node-0003 (rack rack-0, leaf leaf-0-0) does not answer, and a run with ranks there "
+        "makes no progress. Run lm of 64 GPUs has 8 of its ranks there."
     )
     assert fired(found, "critical") == {"NodeLost", "TrainingHang"}
 
