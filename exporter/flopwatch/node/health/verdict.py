@@ -129,9 +129,8 @@ def _rises(before: Facts, after: Facts, seconds: float) -> Iterator[Reason]:
         for labels, number in after.of(rise.row).items():
             more = number - before.of(rise.row).get(labels, number)
             if more > rise.per_second * seconds and labels[-1] not in rise.but:
-                name = after.named(rise.row, labels)
-                detail = f"{name} {rise.text} ({more:g} in {seconds:g} s)"
-                yield Reason(rise.reason, after.part(rise.row, labels), rise.verdict, rise.action, detail)
+                part, detail = after.found(rise.row, labels, f"{rise.text} ({more:g} in {seconds:g} s)")
+                yield Reason(rise.reason, part, rise.verdict, rise.action, detail)
 
 
 def learn(samples: Iterable[Sample]) -> Expectations:
