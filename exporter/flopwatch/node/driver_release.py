@@ -9,7 +9,6 @@ files at the end, so that a release survives a restart.
 from __future__ import annotations
 
 import logging
-import os
 import re
 import threading
 import time
@@ -20,6 +19,7 @@ from typing import Protocol
 
 from flopwatch import catalogue as m
 from flopwatch.catalogue import Sample
+from flopwatch.node.collectors import replace_file
 
 log = logging.getLogger(__name__)
 
@@ -183,13 +183,9 @@ def ask(state: Path, seconds: float, now: Callable[[], float] = time.time) -> st
 
 
 def _write(path: Path, text: str) -> bool:
-    temporary = path.with_name(f"{path.name}.{os.getpid()}")
     try:
-        temporary.write_text(text)
-        temporary.replace(path)
+        replace_file(path, text)
     except OSError:
-        with suppress(OSError):
-            temporary.unlink()
         return False
     return True
 

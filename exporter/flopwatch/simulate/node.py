@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from flopwatch.catalogue.xid import xids
-from flopwatch.node.collectors.xid import OFF_THE_BUS
+from flopwatch.node.collectors.xid.kernel_lines import OFF_THE_BUS
 from flopwatch.simulate import h100, pci, physics
 from flopwatch.simulate.folder import NodeFolder, write_in_place
 

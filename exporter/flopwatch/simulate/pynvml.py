@@ -20,8 +20,8 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import pynvml as real
 
-from flopwatch.node.collectors import xid
 from flopwatch.node.collectors.nvml.fields import Key
+from flopwatch.node.collectors.xid import kernel_lines
 from flopwatch.simulate import h100, nvml_fields
 from flopwatch.simulate.folder import FaultsFile, JsonFile
 
@@ -392,7 +392,7 @@ class Simulation:
                 line = log.readline()
             if line.endswith(b"\n"):
                 events.place += len(line)
-                for event in xid.events(line.decode()):
+                for event in kernel_lines.events(line.decode()):
                     index = h100.PCI_BUSES.index(int(event.pci.split(":")[1], 16))
                     if event.numbered and index in events.gpus:
                         return EventData(Handle(index), real.nvmlEventTypeXidCriticalError, event.xid)

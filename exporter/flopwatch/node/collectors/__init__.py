@@ -49,6 +49,18 @@ class Collector(Protocol):
     def read(self) -> list[Sample]: ...
 
 
+def replace_file(path: Path, text: str) -> None:
+    """Replace a file atomically. Raises OSError, after which the old file is complete and no draft is left."""
+    draft = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        draft.write_text(text)
+        draft.replace(path)
+    except OSError:
+        with suppress(OSError):
+            draft.unlink()
+        raise
+
+
 class StateFile:
     """JSON object on disk, replaced atomically. Without a writable disk it is lost at a restart, with one warning."""
 
@@ -70,14 +82,10 @@ class StateFile:
         text = json.dumps(value, indent=1)
         if text == self._saved:
             return True
-        temporary = self._path.with_name(f"{self._path.name}.{os.getpid()}")
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(text)
-            temporary.replace(self._path)
+            replace_file(self._path, text)
         except OSError as error:
-            with suppress(OSError):
-                temporary.unlink()  # a full disk leaves half a file
             if not self._failing:
                 log.warning("cannot keep %s (%s); after a restart it is not remembered", self._path, error)
             self._failing = True

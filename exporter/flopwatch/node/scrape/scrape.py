@@ -124,12 +124,6 @@ def over_budget(keys: Sequence[Key]) -> tuple[set[int], Counter[str]]:
     return left_out, dropped
 
 
-def within_budget(samples: list[Sample]) -> tuple[list[Sample], Counter[str]]:
-    """Return the samples within the budgets, and the number of dropped ones for each budget."""
-    left_out, dropped = over_budget([(row, labels) for row, labels, _ in samples])
-    return without(samples, left_out), dropped
-
-
 def overlap(parts: Sequence[tuple[str, bool, list[Key]]]) -> tuple[set[int], Counter[str]]:
     """Return the positions of series to drop, counted over all parts, and the number of duplicates of each source.
 

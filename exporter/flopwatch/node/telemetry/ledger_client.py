@@ -9,12 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import random
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 import prometheus_client as prometheus
@@ -23,7 +21,7 @@ from flopwatch import catalogue as m
 from flopwatch.http.client import client, read, reason, url_tls
 from flopwatch.ledger.record import RecordError
 from flopwatch.ledger.store import Store
-from flopwatch.node.collectors import StateFile
+from flopwatch.node.collectors import StateFile, replace_file
 from flopwatch.node.scrape.reader import Reading
 from flopwatch.node.scrape.scrape import self_counter
 from flopwatch.node.telemetry import evidence
@@ -225,15 +223,10 @@ class Remote:
         return self._spool / f"{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]}.json"
 
     def _write(self, key: AttemptKey) -> None:
-        path = self._path(key)
-        temporary = path.with_suffix(".tmp")
         try:
             self._spool.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(json.dumps(self._pending[key]))
-            os.replace(temporary, path)
+            replace_file(self._path(key), json.dumps(self._pending[key]))
         except OSError as error:
-            with suppress(OSError):
-                temporary.unlink()  # half a file on a full disk
             self._outcomes.add("failed", 0, f"the spool is not writable: {error}")
 
     def _forget(self, key: AttemptKey) -> None:

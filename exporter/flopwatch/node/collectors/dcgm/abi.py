@@ -20,33 +20,19 @@ GPU, SWITCH, LINK, CPU = 1, 3, 6, 7
 
 # dcgmReturn_t
 BADPARAM, TIMEOUT, VERSION_MISMATCH, CONNECTION_NOT_VALID, PAUSED = -1, -11, -12, -21, -54
+# fmt: off
+# A table: the formatter would print one code a line.
 _MEANINGS = {
-    BADPARAM: "bad parameter",
-    -3: "unspecified error",
-    -4: "out of memory",
-    -6: "not supported",
-    -7: "initialisation failed",
-    -8: "NVML error",
-    TIMEOUT: "timed out",
-    VERSION_MISMATCH: "libdcgm and the host engine are of different releases",
-    -13: "unknown field",
-    -14: "no data",
-    -15: "stale data",
-    -16: "not watched",
-    -17: "no permission",
-    -18: "GPU is lost",
-    -19: "GPU needs a reset",
-    CONNECTION_NOT_VALID: "the connection to the host engine is gone",
-    -24: "limit reached",
-    -29: "needs root",
-    -33: "module not loaded",
-    -36: "profiling is not supported",
-    -37: "profiling library error",
-    -38: "the hardware cannot count these fields together",
-    PAUSED: "paused",
-    -57: "driver time-out",
+    BADPARAM: "bad parameter", -3: "unspecified error", -4: "out of memory", -6: "not supported",
+    -7: "initialisation failed", -8: "NVML error", TIMEOUT: "timed out",
+    VERSION_MISMATCH: "libdcgm and the host engine are of different releases", -13: "unknown field", -14: "no data",
+    -15: "stale data", -16: "not watched", -17: "no permission", -18: "GPU is lost", -19: "GPU needs a reset",
+    CONNECTION_NOT_VALID: "the connection to the host engine is gone", -24: "limit reached", -29: "needs root",
+    -33: "module not loaded", -36: "profiling is not supported", -37: "profiling library error",
+    -38: "the hardware cannot count these fields together", PAUSED: "paused", -57: "driver time-out",
     -67: "GPUs are detached",
 }
+# fmt: on
 # After one of these the connection is dead.
 LOST = (TIMEOUT, CONNECTION_NOT_VALID)
 
@@ -82,13 +68,11 @@ class Value(NamedTuple):
     blank: bool = False
 
 
+# fmt: off
+# As in the header: the formatter would print one member a line.
 class _ConnectV2Params(ctypes.Structure):
-    _fields_ = [
-        ("version", ctypes.c_uint),
-        ("persistAfterDisconnect", ctypes.c_uint),
-        ("timeoutMs", ctypes.c_uint),
-        ("addressIsUnixSocket", ctypes.c_uint),
-    ]
+    _fields_ = [("version", ctypes.c_uint), ("persistAfterDisconnect", ctypes.c_uint), ("timeoutMs", ctypes.c_uint),
+                ("addressIsUnixSocket", ctypes.c_uint)]
 
 
 class _Pair(ctypes.Structure):
@@ -96,28 +80,17 @@ class _Pair(ctypes.Structure):
 
 
 class _Content(ctypes.Union):
-    _fields_ = [
-        ("i64", ctypes.c_int64),
-        ("dbl", ctypes.c_double),
-        ("str", ctypes.c_char * 256),
-        ("blob", ctypes.c_char * 4096),
-    ]
+    _fields_ = [("i64", ctypes.c_int64), ("dbl", ctypes.c_double), ("str", ctypes.c_char * 256),
+                ("blob", ctypes.c_char * 4096)]
 
 
 class FieldValue(ctypes.Structure):
     """dcgmFieldValue_v2."""
 
-    _fields_ = [
-        ("version", ctypes.c_uint),
-        ("entityGroupId", ctypes.c_uint),
-        ("entityId", ctypes.c_uint),
-        ("fieldId", ctypes.c_ushort),
-        ("fieldType", ctypes.c_short),
-        ("status", ctypes.c_int),
-        ("unused", ctypes.c_uint),
-        ("ts", ctypes.c_int64),
-        ("value", _Content),
-    ]
+    _fields_ = [("version", ctypes.c_uint), ("entityGroupId", ctypes.c_uint), ("entityId", ctypes.c_uint),
+                ("fieldId", ctypes.c_ushort), ("fieldType", ctypes.c_short), ("status", ctypes.c_int),
+                ("unused", ctypes.c_uint), ("ts", ctypes.c_int64), ("value", _Content)]
+# fmt: on
 
 
 _HANDLE = ctypes.c_size_t  # uintptr_t, as for group ids

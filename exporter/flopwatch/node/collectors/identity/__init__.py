@@ -12,7 +12,6 @@ Processes of MIG instances are attributed to their GPU only. Inside a container 
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import time
@@ -22,7 +21,7 @@ from typing import Any, NamedTuple
 
 from flopwatch import catalogue as m
 from flopwatch.catalogue import Sample
-from flopwatch.node.collectors import Unsupported, cgroup, read_inventory
+from flopwatch.node.collectors import StateFile, Unsupported, cgroup, read_inventory
 from flopwatch.node.collectors.identity import podresources as podresources
 from flopwatch.node.collectors.identity import topology as place
 from flopwatch.node.collectors.identity.background import BackgroundCall
@@ -276,8 +275,8 @@ class Identity:
         return samples
 
     def _owners(self, gpus: Mapping[str, dict[str, str]], errors: dict[str, str], until: float) -> list[Sample]:
-        content = _json_object(self._runtime)
-        runtime = {uuid: about for uuid, about in content.items() if uuid in gpus and isinstance(about, dict)}
+        stored = StateFile(self._runtime).load()
+        runtime = {uuid: about for uuid, about in stored.items() if uuid in gpus and isinstance(about, dict)}
         processes = running(runtime, self._last.by_gpu, self._proc)
         answers = self._answers(gpus, runtime, processes, until)
         errors.update({name: one.error for name, one in answers.items()})
@@ -354,15 +353,6 @@ class Identity:
         for background in (self._kubelet, self._place):
             if background is not None:
                 background.close()
-
-
-def _json_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file of another source, empty if invalid."""
-    try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def build(

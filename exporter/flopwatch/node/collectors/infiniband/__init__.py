@@ -21,10 +21,6 @@ from flopwatch.catalogue import Sample
 from flopwatch.node.collectors import Inventory, StateFile, Unsupported, read_inventory
 from flopwatch.node.collectors.infiniband import pci, rails
 from flopwatch.node.collectors.infiniband.files import Pread, names, signature
-from flopwatch.node.collectors.infiniband.files import counter as counter
-from flopwatch.node.collectors.infiniband.files import physical_state as physical_state
-from flopwatch.node.collectors.infiniband.files import rate as rate
-from flopwatch.node.collectors.infiniband.files import state as state
 from flopwatch.node.collectors.infiniband.link import Link
 from flopwatch.node.collectors.infiniband.port import COUNTERS, Port
 

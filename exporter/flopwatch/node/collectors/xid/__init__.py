@@ -18,24 +18,8 @@ from flopwatch import catalogue as m
 from flopwatch.catalogue import Sample
 from flopwatch.catalogue.xid import paging_xids, sxids, xids
 from flopwatch.node.collectors import RestartReader, StateFile, Unsupported, read_inventory
-from flopwatch.node.collectors.xid import nvlink5 as nvlink5
+from flopwatch.node.collectors.xid import kernel_lines, nvlink5
 from flopwatch.node.collectors.xid.counts import OTHER, OTHER_XID, Counts
-from flopwatch.node.collectors.xid.kernel_lines import (
-    NODE_EVENTS,
-    RECOVERY_ACTION,
-    RELEVANT,
-    introductions,
-    node_events,
-    oom_kills,
-    recovery_action,
-    switch_errors,
-)
-from flopwatch.node.collectors.xid.kernel_lines import OFF_THE_BUS as OFF_THE_BUS
-from flopwatch.node.collectors.xid.kernel_lines import KernelRecord as KernelRecord
-from flopwatch.node.collectors.xid.kernel_lines import XidEvent as XidEvent
-from flopwatch.node.collectors.xid.kernel_lines import events as events
-from flopwatch.node.collectors.xid.kernel_lines import pci_address as pci_address
-from flopwatch.node.collectors.xid.kernel_lines import record as record
 from flopwatch.node.collectors.xid.kernel_log import KernelLog, LogEntry
 from flopwatch.node.collectors.xid.nvml_events import UNKNOWN_XID, NvmlEvent, Watcher
 from flopwatch.node.collectors.xid.reconcile import Reconciler
@@ -100,7 +84,7 @@ class Xid:
         numbering, place, since = (stored.get(key) for key in ("log", "next", "since"))
         self._kernel = KernelLog(
             str(kmsg),
-            RELEVANT,
+            kernel_lines.RELEVANT,
             boot_id,
             booted,
             clock,
@@ -165,7 +149,9 @@ class Xid:
     def _parts(self, known: Mapping[str, Mapping[str, str]]) -> dict[str, tuple[str, str]]:
         """Return index and uuid of the GPUs by PCI address, from the inventory and from NVML's events."""
         parts = {
-            pci_address(part["pci_bus_id"]): (part["gpu"], uuid) for uuid, part in known.items() if part["pci_bus_id"]
+            kernel_lines.pci_address(part["pci_bus_id"]): (part["gpu"], uuid)
+            for uuid, part in known.items()
+            if part["pci_bus_id"]
         }
         # Without a folder for its inventory the NVML source cannot report them.
         for pci, device in list(self._watcher.devices.items()) if self._watcher is not None else ():
@@ -176,9 +162,9 @@ class Xid:
     def _take_record(self, entry: LogEntry, owners: Mapping[str, str], versions: Mapping[str, str]) -> None:
         text, at = entry.record.text, entry.at
         counts = self._counts
-        for pci, uuid in introductions(text):
+        for pci, uuid in kernel_lines.introductions(text):
             counts.introduce(pci, uuid)
-        for event in events(text):
+        for event in kernel_lines.events(text):
             owner = owners.get(event.pci, event.pci)
             source = "kernel_log" if event.numbered else "unnumbered"
             code = counts.counted_as(owner, event.xid)
@@ -187,14 +173,15 @@ class Xid:
             link = nvlink5.decode(event.xid, event.detail, versions.get(owner, ""))
             if link is not None:
                 counts.link(owner, (str(event.xid), *link))
-            action = recovery_action(event.detail) if event.xid == RECOVERY_ACTION else None
+            recovers = event.xid == kernel_lines.RECOVERY_ACTION
+            action = kernel_lines.recovery_action(event.detail) if recovers else None
             if action is not None and owner in counts.xids:
                 counts.recovery[owner] = action
-        for switch, sxid in switch_errors(text):
+        for switch, sxid in kernel_lines.switch_errors(text):
             counts.switch(switch, sxid, at)
-        for name in node_events(text):
+        for name in kernel_lines.node_events(text):
             counts.node[name] = counts.node.get(name, 0) + 1
-        for pid in oom_kills(text):
+        for pid in kernel_lines.oom_kills(text):
             counts.oom_kill(pid, at)
         self._unsaved = True
 
@@ -268,7 +255,7 @@ class Xid:
             labels = (sxid, meaning.name, meaning.category, meaning.severity, meaning.action)
             yield m.NVLINK_SWITCH_SXID_INFO, labels, 1
         if self._had_kernel_log:
-            for name in NODE_EVENTS:
+            for name in kernel_lines.NODE_EVENTS:
                 yield m.HOST_KERNEL_EVENTS_TOTAL, (name,), self._counts.node.get(name, 0)
         for pid, at in self._counts.killed.items():
             yield m.HOST_OOM_KILLED_TIMESTAMP_SECONDS, (str(pid),), at
