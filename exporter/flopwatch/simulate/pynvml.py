@@ -23,7 +23,7 @@ import pynvml as real
 from flopwatch.node.collectors.nvml.fields import Key
 from flopwatch.node.collectors.xid import kernel_lines
 from flopwatch.simulate import h100, nvml_fields
-from flopwatch.simulate.folder import FaultsFile, JsonFile
+from flopwatch.simulate.folder import JsonFile
 
 VBIOS_VERSION = "96.00.A5.00.01"
 HANG_POLL = 0.02  # seconds between two checks of a hung call
@@ -96,7 +96,7 @@ class Simulation:
     """
 
     def __init__(self, root: Path) -> None:
-        self.faults: JsonFile = FaultsFile(root / "faults.json")
+        self.faults = JsonFile(root / "faults.json", h100.no_faults())
         self.initialized = False
         self.calls = 0
         self.driver: str = self.faults.read()["driver"]
@@ -131,14 +131,19 @@ class Simulation:
     def _fault(self, kind: str, handle: Handle, default: Any) -> Any:
         return self.faults.read()[kind].get(str(handle.index), default)
 
-    def _profiles(self, handle: Handle) -> list[str]:
+    def profiles(self, handle: Handle) -> list[str]:
         """Return the profiles of the MIG instances of a GPU, none if it is not partitioned."""
         profiles: list[str] = self._fault("mig", handle, [])
         return profiles
 
+    def pcie(self, handle: Handle) -> dict[str, int]:
+        """Return the width and the generation of the PCIe link of a GPU."""
+        trained: dict[str, int] = self._fault("pcie", handle, {})
+        return {"width": h100.PCIE_LANES, "generation": h100.PCIE_GENERATION} | trained
+
     def require_whole(self, handle: Handle) -> None:
         """Raise NVMLError if the GPU is partitioned."""
-        if self._profiles(handle):
+        if self.profiles(handle):
             raise real.NVMLError(real.NVML_ERROR_NOT_SUPPORTED)
 
     # The session.
@@ -154,10 +159,6 @@ class Simulation:
     @call
     def nvmlShutdown(self) -> None:
         self.initialized = False
-
-    @call
-    def nvmlSystemGetDriverVersion(self) -> str:
-        return self.driver
 
     @call
     def nvmlDeviceGetCount(self) -> int:
@@ -180,7 +181,7 @@ class Simulation:
     @call
     def nvmlDeviceGetName(self, handle: Handle) -> str:
         model = "NVIDIA H100 80GB HBM3"
-        return model if handle.slot is None else f"{model} MIG {self._profiles(handle)[handle.slot]}"
+        return model if handle.slot is None else f"{model} MIG {self.profiles(handle)[handle.slot]}"
 
     # Load, memory, temperature, power, clocks.
 
@@ -207,14 +208,6 @@ class Simulation:
         process = {"pid": h100.pid(handle.index), "usedGpuMemory": used}
         process |= dict.fromkeys(("gpuInstanceId", "computeInstanceId"), 0xFFFFFFFF)
         return [] if used == 0 else [real.nvmlFriendlyObject(process)]
-
-    @call
-    def nvmlDeviceGetTemperatureV(self, handle: Handle, sensor: int) -> int:
-        return round(float(self.gpu(handle)["celsius"]))
-
-    @call
-    def nvmlDeviceGetTemperature(self, handle: Handle, sensor: int) -> int:
-        return round(float(self.gpu(handle)["celsius"]))
 
     @call
     def nvmlDeviceGetClockInfo(self, handle: Handle, clock: int) -> int:
@@ -258,16 +251,6 @@ class Simulation:
         used = remap.get("corrected", 0) + remap.get("uncorrected", 0)
         none = int(remap.get("failure", False))
         return real.c_nvmlRowRemapperHistogramValues(max=2560 - used - none, high=used, partial=0, low=0, none=none)
-
-    @call
-    def nvmlDeviceGetCurrPcieLinkGeneration(self, handle: Handle) -> int:
-        generation: int = self._fault("pcie", handle, {}).get("generation", h100.PCIE_GENERATION)
-        return generation
-
-    @call
-    def nvmlDeviceGetCurrPcieLinkWidth(self, handle: Handle) -> int:
-        width: int = self._fault("pcie", handle, {}).get("width", h100.PCIE_LANES)
-        return width
 
     # Fields.
 
@@ -315,13 +298,8 @@ class Simulation:
     # MIG.
 
     @call
-    def nvmlDeviceGetMigMode(self, handle: Handle) -> list[int]:
-        mode = int(bool(self._profiles(handle)))
-        return [mode, mode]
-
-    @call
     def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: Handle, index: int) -> Handle:
-        if index >= len(self._profiles(handle)):
+        if index >= len(self.profiles(handle)):
             raise real.NVMLError(real.NVML_ERROR_NOT_FOUND)
         return Handle(handle.index, index)
 
@@ -344,7 +322,7 @@ class Simulation:
 
     @call
     def nvmlGpmMigSampleGet(self, handle: Handle, gpu_instance: int, sample: Any) -> Any:
-        if gpu_instance - 7 not in range(len(self._profiles(handle))):
+        if gpu_instance - 7 not in range(len(self.profiles(handle))):
             raise real.NVMLError(real.NVML_ERROR_INVALID_ARGUMENT)
         return self._sample(handle, sample)
 
@@ -408,8 +386,9 @@ class Simulation:
         events.gpus.clear()
 
 
-# Answers that depend on neither load nor faults, and numbers of the state of a GPU in node.json.
-ANSWERS: dict[str, Callable[[Simulation, Handle], Any]] = {
+# Answers that need one expression: constants, and numbers of the state of a GPU in node.json or of its faults.
+ANSWERS: dict[str, Callable[..., Any]] = {
+    "nvmlSystemGetDriverVersion": lambda nvml: nvml.driver,
     "nvmlDeviceGetEncoderUtilization": _idle_video,
     "nvmlDeviceGetDecoderUtilization": _idle_video,
     "nvmlDeviceGetSerial": lambda _, handle: h100.serial(handle.index),
@@ -440,6 +419,11 @@ ANSWERS: dict[str, Callable[[Simulation, Handle], Any]] = {
     "nvmlDeviceGetPowerUsage": lambda nvml, handle: int(nvml.gpu(handle)["milliwatts"]),
     "nvmlDeviceGetTotalEnergyConsumption": lambda nvml, handle: int(nvml.gpu(handle)["millijoules"]),
     "nvmlDeviceGetCurrentClocksEventReasons": lambda nvml, handle: int(nvml.gpu(handle)["events"]),
+    "nvmlDeviceGetTemperatureV": lambda nvml, handle, sensor: round(nvml.gpu(handle)["celsius"]),
+    "nvmlDeviceGetTemperature": lambda nvml, handle, sensor: round(nvml.gpu(handle)["celsius"]),
+    "nvmlDeviceGetCurrPcieLinkGeneration": lambda nvml, handle: nvml.pcie(handle)["generation"],
+    "nvmlDeviceGetCurrPcieLinkWidth": lambda nvml, handle: nvml.pcie(handle)["width"],
+    "nvmlDeviceGetMigMode": lambda nvml, handle: [int(bool(nvml.profiles(handle)))] * 2,
     "nvmlDeviceGetMarginTemperature": lambda nvml, handle: round(
         h100.SW_SLOWDOWN_CELSIUS - float(nvml.gpu(handle)["celsius"])
     ),

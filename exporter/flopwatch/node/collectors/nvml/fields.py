@@ -124,55 +124,34 @@ LINK_STATES = {0: "inactive", 1: "active", 2: "sleep", 3: "disabled"}
 ACTIVE, SLEEP = 1, 2
 # NVML_NVLINK_VERSION_*.
 LINK_VERSIONS = {1: "1.0", 2: "2.0", 3: "2.2", 4: "3.0", 5: "3.1", 6: "4.0", 7: "5.0", 8: "6.0"}
+# fmt: off
+# Tables: the formatter would print one entry a line.
 LINK_ERRORS = {
-    161: "replay",
-    162: "recovery",
-    163: "crc",
-    206: "malformed_packet",
-    207: "buffer_overrun",
-    208: "receive",
-    209: "remote",
-    210: "general",
-    211: "local_integrity",
-    212: "transmit_discard",
-    215: "recovery",
-    214: "recovery_failed",
-    219: "effective",
-    221: "symbol",
+    161: "replay", 162: "recovery", 163: "crc", 206: "malformed_packet", 207: "buffer_overrun", 208: "receive",
+    209: "remote", 210: "general", 211: "local_integrity", 212: "transmit_discard", 215: "recovery",
+    214: "recovery_failed", 219: "effective", 221: "symbol",
 }
 LINK_BYTES = {202: m.NVLINK_TRANSMIT_BYTES_TOTAL, 204: m.NVLINK_RECEIVE_BYTES_TOTAL}
 # The payload of all links together. Where a card has it, the links are not summed.
 INSTEAD_OF_LINKS = {202: NVLINK_DATA_SENT, 204: NVLINK_DATA_RECEIVED}
-LINK_BERS = {
-    293: m.NVLINK_RAW_BIT_ERROR_RATIO,
-    220: m.NVLINK_EFFECTIVE_BIT_ERROR_RATIO,
-    222: m.NVLINK_SYMBOL_BIT_ERROR_RATIO,
-}
+LINK_BERS = {293: m.NVLINK_RAW_BIT_ERROR_RATIO, 220: m.NVLINK_EFFECTIVE_BIT_ERROR_RATIO,
+             222: m.NVLINK_SYMBOL_BIT_ERROR_RATIO}
 PER_LINK = (LINK_STATE, LINK_SPEED, LINK_VERSION, *LINK_ERRORS, *LINK_BYTES, *LINK_BERS)
 
 # nvmlClocksEventReason*, with the names nvidia-smi uses.
 CLOCK_EVENTS = {
-    0x1: "gpu_idle",
-    0x2: "applications_clocks_setting",
-    0x4: "sw_power_cap",
-    0x8: "hw_slowdown",
-    0x10: "sync_boost",
-    0x20: "sw_thermal_slowdown",
-    0x40: "hw_thermal_slowdown",
-    0x80: "hw_power_brake_slowdown",
+    0x1: "gpu_idle", 0x2: "applications_clocks_setting", 0x4: "sw_power_cap", 0x8: "hw_slowdown", 0x10: "sync_boost",
+    0x20: "sw_thermal_slowdown", 0x40: "hw_thermal_slowdown", 0x80: "hw_power_brake_slowdown",
     0x100: "display_clock_setting",
 }
 
 # NVML_GPU_FABRIC_HEALTH_MASK_*: the first of two bits (0 not supported, 1 yes, 2 no), and the value that is a fault.
 # The last two report a partition and a connection to the fabric manager.
 FABRIC_FAULTS = {
-    0: ("degraded_bandwidth", 1),
-    2: ("route_recovery", 1),
-    4: ("route_unhealthy", 1),
-    6: ("access_timeout", 1),
-    12: ("no_partition", 2),
-    14: ("manager_disconnected", 2),
+    0: ("degraded_bandwidth", 1), 2: ("route_recovery", 1), 4: ("route_unhealthy", 1), 6: ("access_timeout", 1),
+    12: ("no_partition", 2), 14: ("manager_disconnected", 2),
 }
+# fmt: on
 # Four bits from here on: 0 not supported, 1 none, other values a kind of wrong configuration.
 FABRIC_CONFIGURATION_SHIFT = 8
 

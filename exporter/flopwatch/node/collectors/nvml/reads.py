@@ -375,13 +375,10 @@ _TEMPERATURE = _value(m.GPU_TEMPERATURE_CELSIUS, "nvmlDeviceGetTemperatureV", 0)
 CLOCK_EVENTS = "nvmlDeviceGetCurrentClocksEventReasons"
 OLD_CLOCK_EVENTS = "nvmlDeviceGetCurrentClocksThrottleReasons"  # before R535
 _CLOCK_EVENTS = Read(CLOCK_EVENTS, partial(_clock_events, call=CLOCK_EVENTS))
-_FABRIC = Read(
-    "nvmlDeviceGetGpuFabricInfoV",
-    partial(_fabric, structure="c_nvmlGpuFabricInfo_v3_t"),
-    SELDOM,
-    needs=("c_nvmlGpuFabricInfo_v3_t",),
-    whole=True,
-)
+# fmt: off
+# Tables: the formatter would print one argument a line.
+_FABRIC = Read("nvmlDeviceGetGpuFabricInfoV", partial(_fabric, structure="c_nvmlGpuFabricInfo_v3_t"), SELDOM,
+               needs=("c_nvmlGpuFabricInfo_v3_t",), whole=True)
 
 # In this order, a change of MIG mode precedes what depends on it, and a missing field precedes its replacement.
 READS: tuple[Read, ...] = (
@@ -402,17 +399,9 @@ READS: tuple[Read, ...] = (
     _TEMPERATURE,
     _value(m.GPU_TEMPERATURE_CELSIUS, "nvmlDeviceGetTemperature", 0, instead_of=(_TEMPERATURE,)),
     _value(m.GPU_TEMPERATURE_MARGIN_CELSIUS, "nvmlDeviceGetMarginTemperature"),
-    *(
-        _value(
-            m.GPU_TEMPERATURE_LIMIT_CELSIUS,
-            "nvmlDeviceGetTemperatureThreshold",
-            threshold,
-            labels=(limit,),
-            every=ONCE,
-            instead_of=((193, 0), (194, 0)),
-        )
-        for threshold, limit in THRESHOLDS.items()
-    ),
+    *(_value(m.GPU_TEMPERATURE_LIMIT_CELSIUS, "nvmlDeviceGetTemperatureThreshold", threshold,
+             labels=(limit,), every=ONCE, instead_of=((193, 0), (194, 0)))
+      for threshold, limit in THRESHOLDS.items()),
     _value(m.GPU_POWER_WATTS, "nvmlDeviceGetPowerUsage"),
     _value(m.GPU_POWER_LIMIT_WATTS, "nvmlDeviceGetEnforcedPowerLimit", every=SELDOM),
     _value(m.GPU_POWER_LIMIT_DEFAULT_WATTS, "nvmlDeviceGetPowerManagementDefaultLimit", every=ONCE),
@@ -438,12 +427,7 @@ READS: tuple[Read, ...] = (
     _value(m.GPU_PERSISTENCE_MODE, "nvmlDeviceGetPersistenceMode", every=SELDOM),
     _value(m.GPU_ECC_MODE, "nvmlDeviceGetEccMode", item=0, every=SELDOM),
     _FABRIC,
-    Read(
-        "nvmlDeviceGetGpuFabricInfoV",
-        partial(_fabric, structure="c_nvmlGpuFabricInfo_v2_t"),
-        SELDOM,
-        needs=("c_nvmlGpuFabricInfo_v2_t",),
-        instead_of=(_FABRIC,),
-        whole=True,
-    ),
+    Read("nvmlDeviceGetGpuFabricInfoV", partial(_fabric, structure="c_nvmlGpuFabricInfo_v2_t"), SELDOM,
+         needs=("c_nvmlGpuFabricInfo_v2_t",), instead_of=(_FABRIC,), whole=True),
 )
+# fmt: on
