@@ -2,10 +2,9 @@
 
 Source of what NVML lacks: activity before Hopper, NVSwitches, the chassis, module power. `fields.py` maps fields to
 series, `abi.py` calls libdcgm. https://docs.nvidia.com/datacenter/dcgm/latest/. Activity requires a data center card of
-Volta or later, and a host engine that runs as root with its profiling module (package
-datacenter-gpu-manager-4-proprietary). On Ampere and older not all activities can be counted together. While another
-tool holds the hardware counters (`dcgmi profile --pause`, Nsight) DCGM returns blanks. The counters then do not rise,
-and flopwatch_profiling_paused is 1. NVSwitches require the host engine as root, too.
+Volta or later and the host engine's profiling module, and NVSwitches a host engine that runs as root. While another
+tool holds the hardware counters (`dcgmi profile --pause`, Nsight), the counters do not rise and
+flopwatch_profiling_paused is 1.
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ from flopwatch.node.collectors.dcgm.abi import LIBRARY, PAUSED, DcgmError, Libra
 
 log = logging.getLogger(__name__)
 
-# Seconds between two samples of the host engine. With scrapes every 15 s, means over longer times cost less and leave
-# out less time than means over one second.
+# Seconds between two samples of the host engine. Means over one second would cost more and leave out more time.
 SAMPLED_EVERY = 10.0
 # Maximum time between two samples, in seconds, for which the mean of the second one may count.
 MAX_HOLD = 60.0
@@ -35,9 +33,6 @@ CONNECT_TIMEOUT = 1.5
 BACKOFF, MAX_BACKOFF = 1.0, 60.0
 # Maximum series of links with errors for each NVSwitch.
 MAX_LINK_SERIES = 16
-
-# dcgm_link_t: the kind of its owner in bits 0-7, the link's number in 8-23, the owner in 24-31.
-_LINK_OF_A_SWITCH = abi.SWITCH
 
 Key = tuple[int, int]  # kind of entity and its id
 
@@ -117,20 +112,15 @@ class _Watched:
 
 
 class Dcgm:
-    """Collector of the host engine at `address`.
-
-    `load` opens libdcgm. `gpus` is the inventory that gives a GPU's index by its uuid.
-    """
+    """Collector of the host engine at `address`; `load` opens libdcgm, and `gpus` is the inventory file of GPUs."""
 
     name = "dcgm"
 
     def __init__(
         self, address: str, gpus: Path, load: Callable[[], Library], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._address = address
-        self._gpus = gpus
-        self._load = load
-        self._clock = clock
+        self._address, self._gpus = address, gpus
+        self._load, self._clock = load, clock
         self._engine: Library | None = None
         self._session: Session | None = None
         self._watched: dict[int, list[_Watched]] = {}
@@ -191,7 +181,8 @@ class Dcgm:
         """Find the entities, and make the host engine sample their fields."""
         gpus = tuple((abi.GPU, id) for id in session.gpus())
         switches = tuple((abi.SWITCH, id) for id in session.entities(abi.SWITCH))
-        links = tuple((abi.LINK, id) for id in session.entities(abi.LINK) if id & 0xFF == _LINK_OF_A_SWITCH)
+        # dcgm_link_t: the kind of its owner in bits 0-7, the link's number in 8-23, the owner in 24-31.
+        links = tuple((abi.LINK, id) for id in session.entities(abi.LINK) if id & 0xFF == abi.SWITCH)
         cpus = tuple((abi.CPU, id) for id in session.entities(abi.CPU))
         self._ask(session, gpus, (*fields.GPU_IDENTITY, *(each.id for each in fields.GPU_STATE), *fields.CHASSIS))
         self._ask(session, switches, (*fields.SWITCH_PCI, *(each.id for each in fields.SWITCH_STATE)))

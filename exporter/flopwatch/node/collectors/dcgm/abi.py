@@ -54,8 +54,7 @@ class DcgmError(Exception):
 class Value(NamedTuple):
     """Value of one field of one entity: a number or text, or neither.
 
-    `at` is its time in Unix seconds. `blank` is true for a value that is only missing now. A value that is unsupported,
-    not permitted or failed (`status`) is not blank.
+    `at` is its time in Unix seconds. `blank` is true for a value that is only missing now, not for a failed `status`.
     """
 
     group: int

@@ -55,19 +55,21 @@ ECC_CORRECTED, ECC_UNCORRECTED = (3, 0), (4, 0)
 NVLINK_DATA_SENT, NVLINK_DATA_RECEIVED = (138, ALL_LINKS), (139, ALL_LINKS)
 PCIE_SENT, PCIE_RECEIVED = (197, 0), (198, 0)
 
+# fmt: off
+# Tables: the formatter would print one entry a line.
+CLOCK_SECONDS = {74: "sw_power_cap", 76: "sync_boost", 269: "sw_thermal_slowdown", 270: "hw_thermal_slowdown",
+                 271: "hw_power_brake_slowdown"}
+OLD_SECONDS = {75: "thermal", 77: "board_limit", 78: "low_utilization", 79: "reliability"}
+PCIE_ERRORS = {95: "replay_rollover", 169: "l0_to_recovery", 174: "nak_received", 175: "receiver", 176: "bad_tlp",
+               177: "nak_sent", 178: "bad_dllp", 181: "unsupported_request", 182: "lcrc", 183: "lane"}
+# fmt: on
+
 # Requested at every read.
 FAST = (
     NvmlField(82, m.GPU_MEMORY_TEMPERATURE_CELSIUS),
     NvmlField(83, m.GPU_ENERGY_JOULES_TOTAL),
-    NvmlField(74, m.GPU_CLOCK_EVENT_SECONDS_TOTAL, ("sw_power_cap",)),
-    NvmlField(76, m.GPU_CLOCK_EVENT_SECONDS_TOTAL, ("sync_boost",)),
-    NvmlField(269, m.GPU_CLOCK_EVENT_SECONDS_TOTAL, ("sw_thermal_slowdown",)),
-    NvmlField(270, m.GPU_CLOCK_EVENT_SECONDS_TOTAL, ("hw_thermal_slowdown",)),
-    NvmlField(271, m.GPU_CLOCK_EVENT_SECONDS_TOTAL, ("hw_power_brake_slowdown",)),
-    NvmlField(75, m.GPU_CLOCK_EVENT_SECONDS_TOTAL, ("thermal",), instead_of=270),
-    NvmlField(77, m.GPU_CLOCK_EVENT_SECONDS_TOTAL, ("board_limit",), instead_of=270),
-    NvmlField(78, m.GPU_CLOCK_EVENT_SECONDS_TOTAL, ("low_utilization",), instead_of=270),
-    NvmlField(79, m.GPU_CLOCK_EVENT_SECONDS_TOTAL, ("reliability",), instead_of=270),
+    *(NvmlField(id, m.GPU_CLOCK_EVENT_SECONDS_TOTAL, (event,)) for id, event in CLOCK_SECONDS.items()),
+    *(NvmlField(id, m.GPU_CLOCK_EVENT_SECONDS_TOTAL, (event,), instead_of=270) for id, event in OLD_SECONDS.items()),
     NvmlField(3, m.GPU_ECC_ERRORS_TOTAL, ("corrected",)),
     NvmlField(4, m.GPU_ECC_ERRORS_TOTAL, ("uncorrected",)),
     NvmlField(230, m.GPU_RECOVERY_ACTION_ID),
@@ -98,16 +100,7 @@ SLOW = (
     NvmlField(173, m.GPU_PCIE_ERRORS_TOTAL, ("correctable",)),
     NvmlField(179, m.GPU_PCIE_ERRORS_TOTAL, ("non_fatal",)),
     NvmlField(180, m.GPU_PCIE_ERRORS_TOTAL, ("fatal",)),
-    NvmlField(95, m.GPU_PCIE_ERRORS_TOTAL, ("replay_rollover",), once=True),
-    NvmlField(169, m.GPU_PCIE_ERRORS_TOTAL, ("l0_to_recovery",), once=True),
-    NvmlField(174, m.GPU_PCIE_ERRORS_TOTAL, ("nak_received",), once=True),
-    NvmlField(175, m.GPU_PCIE_ERRORS_TOTAL, ("receiver",), once=True),
-    NvmlField(176, m.GPU_PCIE_ERRORS_TOTAL, ("bad_tlp",), once=True),
-    NvmlField(177, m.GPU_PCIE_ERRORS_TOTAL, ("nak_sent",), once=True),
-    NvmlField(178, m.GPU_PCIE_ERRORS_TOTAL, ("bad_dllp",), once=True),
-    NvmlField(181, m.GPU_PCIE_ERRORS_TOTAL, ("unsupported_request",), once=True),
-    NvmlField(182, m.GPU_PCIE_ERRORS_TOTAL, ("lcrc",), once=True),
-    NvmlField(183, m.GPU_PCIE_ERRORS_TOTAL, ("lane",), once=True),
+    *(NvmlField(id, m.GPU_PCIE_ERRORS_TOTAL, (error,), once=True) for id, error in PCIE_ERRORS.items()),
 )
 # NVLink 3 and older count per GPU. Requested on a GPU with links if none has 161-163.
 OLD_LINKS = (
