@@ -15,7 +15,6 @@ XID_SECONDS = 3600.0
 ACTIVE = (4, 5)  # InfiniBand port states
 NVLINK_UP = ("active", "sleep")
 
-
 Labels = tuple[str, ...]
 Found = tuple[str, str]  # a part, and a sentence about it
 

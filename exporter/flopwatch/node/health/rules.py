@@ -1,13 +1,13 @@
 """Fitness of this node for training: a verdict, its reasons, and what to do, from the samples of one look.
 
-Each row of RULES is one thing that can be wrong; docs/check.md has them as a table. The action follows the driver's own
-recovery action (NVML field 230) if there is one. Otherwise it follows NVIDIA's GPU debug guidelines
-(https://docs.nvidia.com/deploy/gpu-debug-guidelines/) and Xid catalogue (https://docs.nvidia.com/deploy/xid-errors/).
-Ports are judged as in leptonai/gpud and NVIDIA/NVSentinel.
+docs/check.md has RULES as a table. The action follows the driver's own recovery action (NVML field 230), if it has one,
+otherwise NVIDIA's GPU debug guidelines (https://docs.nvidia.com/deploy/gpu-debug-guidelines/) and Xid catalogue
+(https://docs.nvidia.com/deploy/xid-errors/). Ports are judged as in leptonai/gpud and NVIDIA/NVSentinel.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -59,27 +59,21 @@ class Rule:
 
 
 def _is(
-    reason: str, verdict: str, action: str, text: str, row: Metric, *numbers: float, last: str | None = None
+    reason: str,
+    verdict: str,
+    action: str,
+    text: str,
+    row: Metric,
+    *numbers: float,
+    above: float = math.inf,
+    last: str | None = None,
 ) -> Rule:
-    """Return a rule for the series of a row with one of these numbers, and with `last` as last label."""
+    """Return a rule for the series of a row with one of these numbers or above a limit, and `last` as last label."""
 
     def find(facts: Facts) -> Iterator[Found]:
         for labels, number in facts.of(row).items():
-            if number in numbers and last in (None, labels[-1]):
-                yield facts.found(row, labels, text)
-
-    return Rule(reason, verdict, action, text, (row,), find)
-
-
-def _over(
-    reason: str, verdict: str, action: str, text: str, row: Metric, limit: float = 0.0, last: str | None = None
-) -> Rule:
-    """Return a rule for the series of a row above a limit, and with `last` as last label."""
-
-    def find(facts: Facts) -> Iterator[Found]:
-        for labels, number in facts.of(row).items():
-            if number > limit and last in (None, labels[-1]):
-                yield facts.found(row, labels, f"{text} ({number:g})")
+            if (number in numbers or number > above) and last in (None, labels[-1]):
+                yield facts.found(row, labels, f"{text} ({number:g})" if number > above else text)
 
     return Rule(reason, verdict, action, text, (row,), find)
 
@@ -125,8 +119,8 @@ RULES: tuple[Rule, ...] = (
         m.GPU_ROW_REMAP_FAILURE, 1),
     _is("sram_errors", BAD, "replace_gpu", "had more SRAM errors than it may have",
         m.GPU_SRAM_ERROR_THRESHOLD_EXCEEDED, 1),
-    _over("ecc_uncorrected", DEGRADED, "drain_and_reset", "had uncorrected memory errors since the driver was loaded",
-          m.GPU_ECC_ERRORS_TOTAL, last="uncorrected"),
+    _is("ecc_uncorrected", DEGRADED, "drain_and_reset", "had uncorrected memory errors since the driver was loaded",
+        m.GPU_ECC_ERRORS_TOTAL, above=0, last="uncorrected"),
     _is("row_remap_pending", DEGRADED, "drain_and_reset", "has memory rows to replace at its next reset",
         m.GPU_ROW_REMAP_PENDING, 1),
     _is("retired_pages_pending", DEGRADED, "drain_and_reset", "has memory pages to retire at its next reset",
@@ -145,12 +139,12 @@ RULES: tuple[Rule, ...] = (
     # NVLink and its fabric.
     Rule("nvlink_down", BAD, "check_nvlink", "has fewer NVLinks up than expected, or than it had",
          (m.NVLINK_LINKS, m.NVLINK_LINK_STATE_ID), search.lost_nvlinks),
-    _over("nvlink_bit_errors", BAD, "check_nvlink", f"has a bit error ratio above {EFFECTIVE_BER:g} on an NVLink",
-          m.NVLINK_EFFECTIVE_BIT_ERROR_RATIO, EFFECTIVE_BER),
+    _is("nvlink_bit_errors", BAD, "check_nvlink", f"has a bit error ratio above {EFFECTIVE_BER:g} on an NVLink",
+        m.NVLINK_EFFECTIVE_BIT_ERROR_RATIO, above=EFFECTIVE_BER),
     _is("fabric_not_ready", BAD, "restart_fabric_manager", "has not joined its NVLink fabric",
         m.GPU_FABRIC_STATE_ID, 1, 2),
-    _over("fabric_failed", BAD, "restart_fabric_manager",
-          "failed to join its NVLink fabric, with this nvmlReturn_t", m.GPU_FABRIC_STATUS_ID),
+    _is("fabric_failed", BAD, "restart_fabric_manager", "failed to join its NVLink fabric, with this nvmlReturn_t",
+        m.GPU_FABRIC_STATUS_ID, above=0),
     _is("fabric_unhealthy", BAD, "check_nvlink", "finds its NVLink fabric unhealthy", m.GPU_FABRIC_HEALTH_ID, 2),
     _is("fabric_limited", DEGRADED, "check_nvlink", "finds its NVLink fabric of limited capacity",
         m.GPU_FABRIC_HEALTH_ID, 3),

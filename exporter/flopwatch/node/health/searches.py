@@ -10,7 +10,7 @@ from flopwatch import catalogue as m
 from flopwatch.catalogue.xid import xids
 from flopwatch.node.health.facts import NVLINK_UP, Facts, Found, Labels
 
-NVLINK_DOWN_STATES = (0, 3)
+NVLINK_DOWN = (0, 3)
 HOT_TRANSCEIVER = 70.0  # degrees Celsius, NVIDIA UFM's limit
 # The kernel prints a port's rate rounded.
 RATE_TOLERANCE = 0.99
@@ -75,9 +75,7 @@ def lost_nvlinks(facts: Facts) -> Iterator[Found]:
     for labels, number in facts.of(m.NVLINK_LINKS).items():
         links[labels[:2]] += int(number) if labels[2] in NVLINK_UP else 0
     # Links that were never up are unconnected: those of a card without a bridge, or with a smaller one.
-    fallen = Counter(
-        labels[:2] for labels, state in facts.of(m.NVLINK_LINK_STATE_ID).items() if state in NVLINK_DOWN_STATES
-    )
+    fallen = Counter(labels[:2] for labels, state in facts.of(m.NVLINK_LINK_STATE_ID).items() if state in NVLINK_DOWN)
     for gpu, up in links.items():
         wanted = facts.expected.nvlinks_per_gpu or up + fallen[gpu]
         if up < wanted:
