@@ -111,10 +111,7 @@ class NodeFolder:
 
 
 class JsonFile:
-    """JSON file that another process replaces; `version` changes with its content.
-
-    `defaults` are used for what the file lacks, such as faults that an older release did not write.
-    """
+    """JSON file that another process replaces, completed with `defaults`; `version` changes with its content."""
 
     def __init__(self, path: Path, defaults: Mapping[str, Any] = MappingProxyType({})) -> None:
         self._path = str(path)

@@ -90,10 +90,7 @@ class EventData:
 
 
 class Simulation:
-    """Replacement of pynvml with the functions that the collectors call.
-
-    `calls` counts calls, and `order` has the GPUs by NVML index as of the last nvmlInit.
-    """
+    """Replacement of pynvml. `calls` counts calls, and `order` has the GPUs by NVML index as of the last nvmlInit."""
 
     def __init__(self, root: Path) -> None:
         self.faults = JsonFile(root / "faults.json", h100.no_faults())
@@ -103,7 +100,7 @@ class Simulation:
         self.order = list(range(h100.GPUS))
         self.gpm_samples: dict[int, tuple[float, float, float]] = {}
         self._node = JsonFile(root / "node.json")
-        self._kmsg = root / "kmsg"
+        self.kmsg = root / "kmsg"
         self._lost: set[int] = set()
         self._resets: dict[str, int] = {}
         self._numbers: dict[int, tuple[object, dict[Key, int]]] = {}
@@ -146,8 +143,6 @@ class Simulation:
         if self.profiles(handle):
             raise real.NVMLError(real.NVML_ERROR_NOT_SUPPORTED)
 
-    # The session.
-
     @call
     def nvmlInit(self) -> None:
         faults = self.faults.read()
@@ -169,8 +164,6 @@ class Simulation:
         if index not in range(h100.GPUS):
             raise real.NVMLError(real.NVML_ERROR_INVALID_ARGUMENT)
         return Handle(self.order[index])
-
-    # Identity.
 
     @call
     def nvmlDeviceGetUUID(self, handle: Handle) -> str:
@@ -196,11 +189,10 @@ class Simulation:
         total, used, reserved = h100.MEMORY_TOTAL, self.gpu(handle)["memory_used"], h100.MEMORY_RESERVED
         if handle.slot is not None:
             total, used, reserved = total // 8, used // 8, reserved // 8
+        free = total - used - reserved
         if version is None:
-            return real.c_nvmlMemory_t(total=total, used=used + reserved, free=total - used - reserved)
-        return real.c_nvmlMemory_v2_t(
-            version=version, total=total, used=used, reserved=reserved, free=total - used - reserved
-        )
+            return real.c_nvmlMemory_t(total=total, used=used + reserved, free=free)
+        return real.c_nvmlMemory_v2_t(version=version, total=total, used=used, reserved=reserved, free=free)
 
     @call
     def nvmlDeviceGetComputeRunningProcesses_v3(self, handle: Handle) -> list[Any]:
@@ -252,8 +244,6 @@ class Simulation:
         none = int(remap.get("failure", False))
         return real.c_nvmlRowRemapperHistogramValues(max=2560 - used - none, high=used, partial=0, low=0, none=none)
 
-    # Fields.
-
     def field_numbers(self, handle: Handle) -> dict[Key, int]:
         """Return the fields that a GPU has, by id and scope."""
         gpu, faults = self.gpu(handle), self.faults.read()
@@ -284,8 +274,6 @@ class Simulation:
             nvml_fields.VALUE.pack_into(values, place, *key, microseconds, 1, kind, status, number)
         return values
 
-    # The fabric.
-
     @call
     def nvmlDeviceGetGpuFabricInfoV(self, handle: Handle, info: Any) -> int:
         fabric = info._obj
@@ -295,15 +283,11 @@ class Simulation:
             fabric.healthSummary = real.NVML_GPU_FABRIC_HEALTH_SUMMARY_HEALTHY
         return int(real.NVML_SUCCESS)
 
-    # MIG.
-
     @call
     def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: Handle, index: int) -> Handle:
         if index >= len(self.profiles(handle)):
             raise real.NVMLError(real.NVML_ERROR_NOT_FOUND)
         return Handle(handle.index, index)
-
-    # Activity.
 
     @call
     def nvmlGpmSampleAlloc(self) -> Any:
@@ -349,23 +333,13 @@ class Simulation:
             metric.value = means.get(metric.metricId, 0.0)
         return request
 
-    # Events.
-
-    @call
-    def nvmlEventSetCreate(self) -> nvml_fields.EventSet:
-        return nvml_fields.EventSet(self._kmsg.stat().st_size, set())
-
-    @call
-    def nvmlDeviceRegisterEvents(self, handle: Handle, types: int, events: nvml_fields.EventSet) -> None:
-        events.gpus.add(handle.index)
-
     @call
     def nvmlEventSetWait_v2(self, events: nvml_fields.EventSet, milliseconds: int) -> EventData:
         """Return the next Xid in the kernel log, which the driver reports there and as an event."""
         until = time.monotonic() + milliseconds / 1000
         while True:
             line = b""
-            with suppress(OSError), self._kmsg.open("rb") as log:  # the driver does not depend on the log
+            with suppress(OSError), self.kmsg.open("rb") as log:  # the driver does not depend on the log
                 log.seek(events.place)
                 line = log.readline()
             if line.endswith(b"\n"):
@@ -381,13 +355,12 @@ class Simulation:
                 raise real.NVMLError(real.NVML_ERROR_TIMEOUT)
             time.sleep(HANG_POLL)
 
-    @call
-    def nvmlEventSetFree(self, events: nvml_fields.EventSet) -> None:
-        events.gpus.clear()
-
 
 # Answers that need one expression: constants, and numbers of the state of a GPU in node.json or of its faults.
 ANSWERS: dict[str, Callable[..., Any]] = {
+    "nvmlEventSetCreate": lambda nvml: nvml_fields.EventSet(nvml.kmsg.stat().st_size, set()),
+    "nvmlDeviceRegisterEvents": lambda _, handle, types, events: events.gpus.add(handle.index),
+    "nvmlEventSetFree": lambda _, events: events.gpus.clear(),
     "nvmlSystemGetDriverVersion": lambda nvml: nvml.driver,
     "nvmlDeviceGetEncoderUtilization": _idle_video,
     "nvmlDeviceGetDecoderUtilization": _idle_video,
@@ -425,7 +398,7 @@ ANSWERS: dict[str, Callable[..., Any]] = {
     "nvmlDeviceGetCurrPcieLinkWidth": lambda nvml, handle: nvml.pcie(handle)["width"],
     "nvmlDeviceGetMigMode": lambda nvml, handle: [int(bool(nvml.profiles(handle)))] * 2,
     "nvmlDeviceGetMarginTemperature": lambda nvml, handle: round(
-        h100.SW_SLOWDOWN_CELSIUS - float(nvml.gpu(handle)["celsius"])
+        h100.SW_SLOWDOWN_CELSIUS - nvml.gpu(handle)["celsius"]
     ),
 }
 for _name, _function in ANSWERS.items():

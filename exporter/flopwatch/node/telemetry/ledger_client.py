@@ -64,9 +64,7 @@ class Embedded:
     name = "ledger"
 
     def __init__(self, store: Store, outcomes: Outcomes, now: Callable[[], float] = time.time) -> None:
-        self.store = store
-        self._outcomes = outcomes
-        self._now = now
+        self.store, self._outcomes, self._now = store, outcomes, now
 
     def take(self, key: AttemptKey, records: list[Record], *, again: bool = False) -> bool:
         """Apply records, and return whether the ledger settled them, by accepting or refusing."""
@@ -111,12 +109,9 @@ class Remote:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._url = url.rstrip("/") + "/v1/snapshots"
-        self._token_file = token_file
-        self._spool = spool
-        self._outcomes = outcomes
-        self._interval = interval
-        self._clock = clock
-        self._ca_file = ca_file
+        self._token_file, self._ca_file = token_file, ca_file
+        self._spool, self._outcomes = spool, outcomes
+        self._interval, self._clock = interval, clock
         self._next: dict[tuple[str, str], float] = {}
         self._backoff = 0.0
         self._retry_at = 0.0
@@ -125,9 +120,8 @@ class Remote:
     def take(self, key: AttemptKey, records: list[Record], *, again: bool = False) -> bool:
         """Keep the newest records of an attempt until they are sent, and return True.
 
-        They are also written to disk if they are the last ones, or while the ledger is unreachable. With `again`,
-        records are sent once more with further evidence. If newer records are pending, only this evidence is added:
-        after a kill, the saved state may be older than the spool.
+        They are also written to disk if they are the last ones, or while the ledger is unreachable. With `again`, only
+        the evidence is new. It is added to newer pending records, which exist after a kill.
         """
         *before, last = self._pending.get(key, records)
         if again and last["t"] >= records[-1]["t"]:
@@ -248,9 +242,7 @@ class Forward:
         memory: StateFile | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._telemetry = telemetry
-        self._ledger = ledger
-        self._tick = tick
+        self._telemetry, self._ledger, self._tick = telemetry, ledger, tick
         self._memory = memory  # of evidence, across a restart
         self._clock = clock
         self._saved = clock()

@@ -11,6 +11,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,7 @@ BEFORE_NVLINK_5 = (46, 74, 109, 136, 143)
 WITH_NVLINK_5 = (144, 145, 146, 149, 150)
 _NVLINK_5 = re.compile(r"\bG?B[0-9]00\b")  # in the model, such as NVIDIA B200 or NVIDIA GB300
 
-# Seconds within which the kernel log and NVML report one event. The driver also reports a GPU off the bus twice: with a
-# number and without.
+# Seconds within which the kernel log and NVML report one event. A GPU off the bus is in the log twice.
 SAME_EVENT_SECONDS = 60.0
 # Seconds at the start for which a GPU with Xids may stay unnamed, until the source of GPU names has answered.
 STRANGER_SECONDS = 60.0
@@ -70,10 +70,8 @@ class Xid:
         clock: Callable[[], float] = time.time,
         follow: bool = False,
     ) -> None:
-        self._gpus = gpus
-        self._watcher = watcher
-        self._clock = clock
-        self._follow = follow
+        self._gpus, self._watcher = gpus, watcher
+        self._clock, self._follow = clock, follow
         self._started = clock()
         self._state = StateFile(state)
         stored = self._state.load()
@@ -270,34 +268,22 @@ def _earlier_events(stored: Any) -> Iterator[tuple[tuple[str, int], float, list[
     for item in stored if isinstance(stored, list) else ():
         if (
             isinstance(item, list)
-            and list(map(type, item)) in (_STORED, _STORED_WHOLE)
+            and list(map(type, item)) in ([str, int, float, list], [str, int, int, list])
             and all(isinstance(source, str) for source in item[3])
         ):
             pci, code, at, sources = item
             yield (pci, code), float(at), sources
 
 
-_STORED, _STORED_WHOLE = [str, int, float, list], [str, int, int, list]
-
-
 def build(kmsg: str, gpus: str, state: str, nvml: str = "", library: Any = None) -> Xid:
-    """Return the collector of this boot's kernel log and, unless `nvml` is empty, of NVML's events.
-
-    `library` is the pynvml module, imported if None.
-    """
+    """Return the collector of the kernel log and, unless `nvml` is empty, of NVML's events through `library`."""
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    watcher = _watcher(library) if nvml else None
+    if nvml and library is None:
+        try:
+            library = import_module("pynvml")
+        except ImportError as error:
+            log.warning("no Xids from NVML: %s; install flopwatch[exporter]", error)
+    watcher = Watcher(library) if nvml and library is not None else None
     if watcher is not None:
         watcher.start(NVML_PATIENCE)
     return Xid(kmsg, Path(gpus), Path(state), boot_id, watcher=watcher, follow=True)
-
-
-def _watcher(library: Any) -> Watcher | None:
-    if library is not None:
-        return Watcher(library)
-    try:
-        import pynvml
-    except ImportError as error:
-        log.warning("no Xids from NVML: %s; install flopwatch[exporter]", error)
-        return None
-    return Watcher(pynvml)
