@@ -1,15 +1,13 @@
 """Release of the driver: handles are closed on request, so that a GPU can be reset or the driver be replaced.
 
-A reset, a switch of MIG and an unload of the module fail while any process has handles open. A request is the file
-`release` in the state folder: a duration such as `10m` (from when the file was written), or the Unix time of the end;
-0 ends the release early. The exporter closes its handles and confirms with the same end in `released`. It deletes both
-files at the end, so that a release survives a restart.
+A request is the file `release` in the state folder: a duration such as `10m` (from when the file was written), or the
+Unix time of the end; 0 ends the release early. The exporter closes its handles and confirms with the same end in
+`released`. It deletes both files at the end, so that a release survives a restart. Procedure: docs/release.md.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import re
 import threading
 import time
@@ -20,6 +18,7 @@ from typing import Protocol
 
 from flopwatch import catalogue as m
 from flopwatch.catalogue import Sample
+from flopwatch.node.collectors import replace_file
 
 log = logging.getLogger(__name__)
 
@@ -79,9 +78,7 @@ class Release:
         self._guest = guest
         self._request = state / REQUEST
         self._confirmation = state / CONFIRMATION
-        self._drivers = drivers
-        self._now = now
-        self._clock = clock
+        self._drivers, self._now, self._clock = drivers, now, clock
         self._lock = threading.Lock()
         self._until: float | None = None
         self._unwritten: float | None = None  # end of a release that could not be written to disk
@@ -183,13 +180,9 @@ def ask(state: Path, seconds: float, now: Callable[[], float] = time.time) -> st
 
 
 def _write(path: Path, text: str) -> bool:
-    temporary = path.with_name(f"{path.name}.{os.getpid()}")
     try:
-        temporary.write_text(text)
-        temporary.replace(path)
+        replace_file(path, text)
     except OSError:
-        with suppress(OSError):
-            temporary.unlink()
         return False
     return True
 

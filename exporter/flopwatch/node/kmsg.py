@@ -2,8 +2,8 @@
 
 A client sends one line, the number of the first record that it wants (0 for all that the kernel still has). It receives
 records as the device returns them (https://www.kernel.org/doc/Documentation/ABI/testing/dev-kmsg), and once, after the
-last record that existed, the line ` caught up`. The device is opened once per client, so the kernel's ring is the only
-buffer: a slow client finds a gap in the record numbers, and a client that stops reading is dropped.
+last record that existed, the line ` caught up`. A slow client finds a gap in the record numbers, and a client that
+stops reading is dropped.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
 
 from flopwatch.settings import KmsgSettings, SettingsError
 
@@ -216,7 +215,7 @@ def run(settings: KmsgSettings) -> None:
         ) from error
     listener = listen(settings.listen, settings.group)
     inode = settings.listen.stat().st_ino
-    signal.signal(signal.SIGTERM, _stop)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     server = Server(listener, settings.kmsg)
     print(f"streaming {settings.kmsg} at {settings.listen}", file=sys.stderr, flush=True)
     try:
@@ -229,7 +228,3 @@ def run(settings: KmsgSettings) -> None:
         with suppress(OSError):
             if settings.listen.stat().st_ino == inode:
                 settings.listen.unlink()
-
-
-def _stop(_signal: int, _frame: object) -> NoReturn:
-    sys.exit(0)

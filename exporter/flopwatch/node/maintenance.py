@@ -1,8 +1,7 @@
 """Maintenance of a host: when the alerts about it stop being held back.
 
-The end is kept in the file `maintenance` of the exporter's state folder instead of being requested over the network:
-login to the host is the permission, and the file survives restarts. It holds a duration such as `2h`, counted from when
-the file was written, or the Unix time of the end. While the host is down, Prometheus keeps the last value.
+The end is kept in the file `maintenance` of the exporter's state folder: login to the host is the permission. The file
+holds a duration such as `2h`, counted from when the file was written, or the Unix time of the end.
 """
 
 from __future__ import annotations

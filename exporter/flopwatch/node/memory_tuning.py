@@ -26,9 +26,8 @@ def one_heap() -> None:
 async def swept(started: Awaitable[Any], every: float = SWEEP_SECONDS) -> NoReturn:
     """Run a full garbage collection every `every` seconds once `started` is done, failed or not.
 
-    Only a full collection frees old reference cycles and the interpreter's free lists of tuples. Python itself runs
-    one after half an hour, or never while few objects are new, and memory grows until then. Objects of the start are
-    frozen, which shortens a collection from 24 to 1 ms. https://docs.python.org/3/library/gc.html#gc.freeze
+    Only a full collection frees old reference cycles and free lists of tuples, and Python may never run one. Objects of
+    the start are frozen, which shortens it from 24 to 1 ms. https://docs.python.org/3/library/gc.html#gc.freeze
     """
     await asyncio.wait([asyncio.ensure_future(started)])
     gc.collect()

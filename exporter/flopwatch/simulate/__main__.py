@@ -35,7 +35,9 @@ FAILURE: Flag = ("--failure", {"action": "store_true", "help": "there was no spa
 WIDTH = one_of("--width", h100.PCIE_WIDTHS, default=h100.PCIE_LANES)
 GENERATION = one_of("--generation", range(1, h100.PCIE_GENERATION + 1), default=h100.PCIE_GENERATION)
 
-# A method of SimulatedNode each: its name with hyphens, what it does, and its arguments as flags.
+# A method of SimulatedNode each: its name with hyphens, what it does, and its arguments as flags. A table, so that
+# each command stays in one place.
+# fmt: off
 COMMANDS: dict[str, tuple[str, tuple[Flag, ...]]] = {
     "xid": ("write an Xid into the kernel log; 79 loses the GPU", (GPU, flag("--code", required=True))),
     "lose": ('let every call about the GPU fail with "GPU is lost"', (GPU,)),
@@ -44,36 +46,29 @@ COMMANDS: dict[str, tuple[str, tuple[Flag, ...]]] = {
     "heat": ("warm the GPU up to this temperature", (GPU, flag("--celsius", float))),
     "load": ("set how busy the GPU is, 0 to 1", (GPU, flag("--utilization", float, required=True))),
     "hang": ("let an NVML function block; without --call, release it", (flag("--call", str, metavar="nvmlFunction"),)),
-    "fail": (
-        "let an NVML function fail; --error 0 lets it work again",
-        (CALL, CODE, one_of("--gpu", range(h100.GPUS))),
-    ),
+    "fail": ("let an NVML function fail; --error 0 lets it work again",
+             (CALL, CODE, one_of("--gpu", range(h100.GPUS)))),
     "blind": ("hide the GPU from the exporter's process", (GPU, flag("--error", default=999))),
     "refuse": ("let every call about the GPU fail, as after it fell off the bus", (GPU, flag("--error", default=999))),
-    "reset": (
-        "reset the GPU; it is back once NVML is initialised again",
-        (GPU, one_of("--index", range(h100.GPUS), help="NVML index it is back at")),
-    ),
+    "reset": ("reset the GPU; it is back once NVML is initialised again",
+              (GPU, one_of("--index", range(h100.GPUS), help="NVML index it is back at"))),
     "driver": ("replace the driver under the processes that use it", (flag("--version", str, required=True),)),
     "mig": ("partition the GPU, or make it whole again", (GPU, ON, flag("--profile", str, default=h100.MIG_PROFILE))),
     "nvlink": ("take an NVLink down or up", (GPU, LINK, UP)),
     "nvlink-errors": ("count errors of an NVLink", (GPU, LINK, NVLINK_ERROR, flag("--count", default=1))),
-    "remap": (
-        "replace memory rows",
-        (GPU, flag("--corrected", default=0), flag("--uncorrected", default=0), PENDING, FAILURE),
-    ),
+    "remap": ("replace memory rows",
+              (GPU, flag("--corrected", default=0), flag("--uncorrected", default=0), PENDING, FAILURE)),
     "pcie": ("let the PCIe link train to less", (GPU, WIDTH, GENERATION)),
     "recovery": ("let the driver ask for a recovery action", (GPU, one_of("--action", range(8), required=True))),
     "profiler": ("let a profiler hold the hardware counters", (GPU, ON)),
     "symbol-errors": ("let symbol errors rise", (DEVICE, flag("--per-second", float, required=True))),
     "link": ("take a link down or up", (DEVICE, UP)),
-    "rate": (
-        "let a port train to another rate, in Gb/s",
-        (DEVICE, one_of("--gigabits", h100.LINK_RATES, required=True)),
-    ),
+    "rate": ("let a port train to another rate, in Gb/s",
+             (DEVICE, one_of("--gigabits", h100.LINK_RATES, required=True))),
     "remove": ("take an adapter off the bus", (DEVICE,)),
     "clear": ("end every fault", ()),
 }
+# fmt: on
 
 
 def parser() -> argparse.ArgumentParser:

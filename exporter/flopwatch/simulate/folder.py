@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from flopwatch.simulate import h100, pci
@@ -110,10 +111,11 @@ class NodeFolder:
 
 
 class JsonFile:
-    """JSON file that another process replaces; `version` changes with its content."""
+    """JSON file that another process replaces, completed with `defaults`; `version` changes with its content."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, defaults: Mapping[str, Any] = MappingProxyType({})) -> None:
         self._path = str(path)
+        self._defaults = defaults
         self.version: tuple[int, int] | None = None
         self._value: dict[str, Any] = {}
 
@@ -122,20 +124,8 @@ class JsonFile:
         status = os.stat(self._path)
         version = (status.st_ino, status.st_mtime_ns)
         if version != self.version:
-            self._value, self.version = self.loaded(json.loads(Path(self._path).read_bytes())), version
+            self._value, self.version = {**self._defaults, **json.loads(Path(self._path).read_bytes())}, version
         return self._value
-
-    def loaded(self, value: dict[str, Any]) -> dict[str, Any]:
-        """Return the content to serve for what the file holds."""
-        return value
-
-
-class FaultsFile(JsonFile):
-    """The faults of a node; a fault that an older release did not write is not set."""
-
-    def loaded(self, value: dict[str, Any]) -> dict[str, Any]:
-        """Return the content completed with the defaults."""
-        return h100.no_faults() | value
 
 
 def write_in_place(path: str | Path, content: str) -> None:

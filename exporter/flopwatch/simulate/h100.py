@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from flopwatch.node.collectors.xid import OFF_THE_BUS
+from flopwatch.node.collectors.xid.kernel_lines import OFF_THE_BUS
 from flopwatch.simulate import pci
 
 GPUS = 8

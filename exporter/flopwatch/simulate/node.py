@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from flopwatch.catalogue.xid import xids
-from flopwatch.node.collectors.xid import OFF_THE_BUS
+from flopwatch.node.collectors.xid.kernel_lines import OFF_THE_BUS
 from flopwatch.simulate import h100, pci, physics
 from flopwatch.simulate.folder import NodeFolder, write_in_place
 
@@ -126,21 +126,13 @@ class SimulatedNode:
 
     def hang(self, call: str | None) -> None:
         """Block every call of an NVML function until the hang is cleared with None."""
-        from flopwatch.simulate.pynvml import Simulation  # loads the NVML bindings
-
-        if call is not None and not (call.startswith("nvml") and hasattr(Simulation, call)):
-            raise ValueError(f"{call!r} is not a simulated NVML function")
         with self._folder.faults() as faults:
-            faults["hang"] = call
+            faults["hang"] = None if call is None else _function(call)
 
     def fail(self, call: str, error: int, gpu: int | None = None) -> None:
         """Make an NVML function fail with an nvmlReturn_t, for one GPU or for all; 0 ends it."""
-        from flopwatch.simulate.pynvml import Simulation  # loads the NVML bindings
-
-        if not (call.startswith("nvml") and hasattr(Simulation, call)):
-            raise ValueError(f"{call!r} is not a simulated NVML function")
         with self._folder.faults() as faults:
-            errors = faults["fail"].setdefault(call, {})
+            errors = faults["fail"].setdefault(_function(call), {})
             errors["*" if gpu is None else str(_gpu(gpu))] = error
             faults["fail"][call] = {target: code for target, code in errors.items() if code != 0}
 
@@ -276,3 +268,11 @@ def _nvlink(link: int) -> int:
     if link not in range(h100.NVLINKS):
         raise ValueError(f"there is no link {link}; they are 0 to {h100.NVLINKS - 1}")
     return link
+
+
+def _function(call: str) -> str:
+    from flopwatch.simulate.pynvml import Simulation  # loads the NVML bindings
+
+    if not (call.startswith("nvml") and hasattr(Simulation, call)):
+        raise ValueError(f"{call!r} is not a simulated NVML function")
+    return call

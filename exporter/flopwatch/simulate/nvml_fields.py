@@ -27,30 +27,18 @@ def numbers(index: int, gpu: Mapping[str, Any], faults: Mapping[str, Any]) -> di
     held, busy = gpu["event_nanoseconds"], gpu.get("busy_seconds", 0.0)
     ecc, remap = faults["ecc"].get(key, {}), faults["remap"].get(key, {})
     corrected, uncorrected = ecc.get("corrected", 0), ecc.get("uncorrected", 0)
+    # fmt: off
+    # Fields in groups: the formatter would print one a line.
     values = {
-        82: gpu["memory_celsius"],
-        83: gpu["millijoules"],
-        74: held["sw_power_cap"],
-        76: held["sync_boost"],
-        269: held["sw_thermal_slowdown"],
-        270: held["hw_thermal_slowdown"],
-        271: held["hw_power_brake_slowdown"],
-        3: corrected,
-        4: uncorrected,
-        5: ecc.get("corrected_before", 0) + corrected,
-        6: ecc.get("uncorrected_before", 0) + uncorrected,
-        193: -8,
-        194: -2,
-        195: 0,
-        196: 0,
-        230: faults["recovery"].get(key, 0),
-        94: 9,
-        95: 0,
-        169: 0,
-        **dict.fromkeys(range(173, 184), 0),
-        197: int(busy * h100.PCIE_RATE),
-        198: int(busy * h100.PCIE_RATE),
+        82: gpu["memory_celsius"], 83: gpu["millijoules"], 230: faults["recovery"].get(key, 0),
+        74: held["sw_power_cap"], 76: held["sync_boost"], 269: held["sw_thermal_slowdown"],
+        270: held["hw_thermal_slowdown"], 271: held["hw_power_brake_slowdown"],
+        3: corrected, 5: ecc.get("corrected_before", 0) + corrected,
+        4: uncorrected, 6: ecc.get("uncorrected_before", 0) + uncorrected,
+        193: -8, 194: -2, 94: 9, **dict.fromkeys((195, 196, 95, 169, *range(173, 184)), 0),
+        **dict.fromkeys((197, 198), int(busy * h100.PCIE_RATE)),
     }
+    # fmt: on
     if not faults["mig"].get(key):
         values |= {142: remap.get("corrected", 0), 143: remap.get("uncorrected", 0)}
         values |= {144: int(remap.get("pending", False)), 145: int(remap.get("failure", False))}

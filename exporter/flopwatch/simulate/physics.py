@@ -54,14 +54,12 @@ def advance_gpu(gpu: dict[str, Any], index: int, faults: Mapping[str, Any], now:
     gpu["tensor_seconds"] = gpu.get("tensor_seconds", 0.0) + min(1.0, busy) * clock / h100.MAX_CLOCK * seconds
     active = events if load > 0 else events | {"gpu_idle"}
     memory_range = h100.BUSY_MEMORY_CELSIUS - h100.IDLE_MEMORY_CELSIUS
-    celsius_range = h100.BUSY_CELSIUS - h100.IDLE_CELSIUS
+    warmer = memory_range * (gpu["celsius"] - h100.IDLE_CELSIUS) / (h100.BUSY_CELSIUS - h100.IDLE_CELSIUS)
     gpu.update(
         utilization=min(100, max(0, round(100 * busy))),
         milliwatts=int(power * 1000),
         clock=clock,
-        memory_celsius=round(
-            h100.IDLE_MEMORY_CELSIUS + memory_range * (gpu["celsius"] - h100.IDLE_CELSIUS) / celsius_range
-        ),
+        memory_celsius=round(h100.IDLE_MEMORY_CELSIUS + warmer),
         memory_used=h100.MEMORY_BUSY if load > 0 else 0,
         events=sum(bit for bit, name in CLOCK_EVENTS.items() if name in active),
     )
@@ -69,17 +67,12 @@ def advance_gpu(gpu: dict[str, Any], index: int, faults: Mapping[str, Any], now:
 
 def new_port(index: int) -> dict[str, Any]:
     """Return the state of an active port."""
-    files = {f"{folder}/{name}": "0" for folder, names in h100.COUNTERS.items() for name in names}
+    files = {"state": "4: ACTIVE", "phys_state": "5: LinkUp", "rate": "400 Gb/sec (4X NDR)"}
+    files |= {f"{folder}/{name}": "0" for folder, names in h100.COUNTERS.items() for name in names}
     return {
         "up": True,
         "counts": {"bytes": 900_000_000_000_000 + 1_000_000_000 * index, "symbol_errors": 0.0, "link_downed": 0},
-        "files": {
-            "state": "4: ACTIVE",
-            "phys_state": "5: LinkUp",
-            "rate": "400 Gb/sec (4X NDR)",
-            **files,
-            "hw_counters/lifespan": "12",
-        },
+        "files": {**files, "hw_counters/lifespan": "12"},
     }
 
 
@@ -105,10 +98,8 @@ def advance_port(
         # Data counters count 4-byte words. Received and sent data differ by the data in flight.
         "counters/port_xmit_data": counts["bytes"] // 4,
         "counters/port_rcv_data": counts["bytes"] // 4 - 1_000_000,
-        "counters/port_xmit_packets": packets,
-        "counters/unicast_xmit_packets": packets,
-        "counters/port_rcv_packets": packets - 1_000,
-        "counters/unicast_rcv_packets": packets - 1_000,
+        **dict.fromkeys(("counters/port_xmit_packets", "counters/unicast_xmit_packets"), packets),
+        **dict.fromkeys(("counters/port_rcv_packets", "counters/unicast_rcv_packets"), packets - 1_000),
         "counters/port_xmit_wait": packets // 1000,
         "hw_counters/rx_write_requests": packets // 64 % 2**32,
         "counters/symbol_error": int(counts["symbol_errors"]),

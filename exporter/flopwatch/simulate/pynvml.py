@@ -20,10 +20,10 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import pynvml as real
 
-from flopwatch.node.collectors import xid
 from flopwatch.node.collectors.nvml.fields import Key
+from flopwatch.node.collectors.xid import kernel_lines
 from flopwatch.simulate import h100, nvml_fields
-from flopwatch.simulate.folder import FaultsFile, JsonFile
+from flopwatch.simulate.folder import JsonFile
 
 VBIOS_VERSION = "96.00.A5.00.01"
 HANG_POLL = 0.02  # seconds between two checks of a hung call
@@ -90,20 +90,17 @@ class EventData:
 
 
 class Simulation:
-    """Replacement of pynvml with the functions that the collectors call.
-
-    `calls` counts calls, and `order` has the GPUs by NVML index as of the last nvmlInit.
-    """
+    """Replacement of pynvml. `calls` counts calls, and `order` has the GPUs by NVML index as of the last nvmlInit."""
 
     def __init__(self, root: Path) -> None:
-        self.faults: JsonFile = FaultsFile(root / "faults.json")
+        self.faults = JsonFile(root / "faults.json", h100.no_faults())
         self.initialized = False
         self.calls = 0
         self.driver: str = self.faults.read()["driver"]
         self.order = list(range(h100.GPUS))
         self.gpm_samples: dict[int, tuple[float, float, float]] = {}
         self._node = JsonFile(root / "node.json")
-        self._kmsg = root / "kmsg"
+        self.kmsg = root / "kmsg"
         self._lost: set[int] = set()
         self._resets: dict[str, int] = {}
         self._numbers: dict[int, tuple[object, dict[Key, int]]] = {}
@@ -131,17 +128,20 @@ class Simulation:
     def _fault(self, kind: str, handle: Handle, default: Any) -> Any:
         return self.faults.read()[kind].get(str(handle.index), default)
 
-    def _profiles(self, handle: Handle) -> list[str]:
+    def profiles(self, handle: Handle) -> list[str]:
         """Return the profiles of the MIG instances of a GPU, none if it is not partitioned."""
         profiles: list[str] = self._fault("mig", handle, [])
         return profiles
 
+    def pcie(self, handle: Handle) -> dict[str, int]:
+        """Return the width and the generation of the PCIe link of a GPU."""
+        trained: dict[str, int] = self._fault("pcie", handle, {})
+        return {"width": h100.PCIE_LANES, "generation": h100.PCIE_GENERATION} | trained
+
     def require_whole(self, handle: Handle) -> None:
         """Raise NVMLError if the GPU is partitioned."""
-        if self._profiles(handle):
+        if self.profiles(handle):
             raise real.NVMLError(real.NVML_ERROR_NOT_SUPPORTED)
-
-    # The session.
 
     @call
     def nvmlInit(self) -> None:
@@ -156,10 +156,6 @@ class Simulation:
         self.initialized = False
 
     @call
-    def nvmlSystemGetDriverVersion(self) -> str:
-        return self.driver
-
-    @call
     def nvmlDeviceGetCount(self) -> int:
         return h100.GPUS
 
@@ -168,8 +164,6 @@ class Simulation:
         if index not in range(h100.GPUS):
             raise real.NVMLError(real.NVML_ERROR_INVALID_ARGUMENT)
         return Handle(self.order[index])
-
-    # Identity.
 
     @call
     def nvmlDeviceGetUUID(self, handle: Handle) -> str:
@@ -180,7 +174,7 @@ class Simulation:
     @call
     def nvmlDeviceGetName(self, handle: Handle) -> str:
         model = "NVIDIA H100 80GB HBM3"
-        return model if handle.slot is None else f"{model} MIG {self._profiles(handle)[handle.slot]}"
+        return model if handle.slot is None else f"{model} MIG {self.profiles(handle)[handle.slot]}"
 
     # Load, memory, temperature, power, clocks.
 
@@ -195,11 +189,10 @@ class Simulation:
         total, used, reserved = h100.MEMORY_TOTAL, self.gpu(handle)["memory_used"], h100.MEMORY_RESERVED
         if handle.slot is not None:
             total, used, reserved = total // 8, used // 8, reserved // 8
+        free = total - used - reserved
         if version is None:
-            return real.c_nvmlMemory_t(total=total, used=used + reserved, free=total - used - reserved)
-        return real.c_nvmlMemory_v2_t(
-            version=version, total=total, used=used, reserved=reserved, free=total - used - reserved
-        )
+            return real.c_nvmlMemory_t(total=total, used=used + reserved, free=free)
+        return real.c_nvmlMemory_v2_t(version=version, total=total, used=used, reserved=reserved, free=free)
 
     @call
     def nvmlDeviceGetComputeRunningProcesses_v3(self, handle: Handle) -> list[Any]:
@@ -207,14 +200,6 @@ class Simulation:
         process = {"pid": h100.pid(handle.index), "usedGpuMemory": used}
         process |= dict.fromkeys(("gpuInstanceId", "computeInstanceId"), 0xFFFFFFFF)
         return [] if used == 0 else [real.nvmlFriendlyObject(process)]
-
-    @call
-    def nvmlDeviceGetTemperatureV(self, handle: Handle, sensor: int) -> int:
-        return round(float(self.gpu(handle)["celsius"]))
-
-    @call
-    def nvmlDeviceGetTemperature(self, handle: Handle, sensor: int) -> int:
-        return round(float(self.gpu(handle)["celsius"]))
 
     @call
     def nvmlDeviceGetClockInfo(self, handle: Handle, clock: int) -> int:
@@ -259,18 +244,6 @@ class Simulation:
         none = int(remap.get("failure", False))
         return real.c_nvmlRowRemapperHistogramValues(max=2560 - used - none, high=used, partial=0, low=0, none=none)
 
-    @call
-    def nvmlDeviceGetCurrPcieLinkGeneration(self, handle: Handle) -> int:
-        generation: int = self._fault("pcie", handle, {}).get("generation", h100.PCIE_GENERATION)
-        return generation
-
-    @call
-    def nvmlDeviceGetCurrPcieLinkWidth(self, handle: Handle) -> int:
-        width: int = self._fault("pcie", handle, {}).get("width", h100.PCIE_LANES)
-        return width
-
-    # Fields.
-
     def field_numbers(self, handle: Handle) -> dict[Key, int]:
         """Return the fields that a GPU has, by id and scope."""
         gpu, faults = self.gpu(handle), self.faults.read()
@@ -301,8 +274,6 @@ class Simulation:
             nvml_fields.VALUE.pack_into(values, place, *key, microseconds, 1, kind, status, number)
         return values
 
-    # The fabric.
-
     @call
     def nvmlDeviceGetGpuFabricInfoV(self, handle: Handle, info: Any) -> int:
         fabric = info._obj
@@ -312,20 +283,11 @@ class Simulation:
             fabric.healthSummary = real.NVML_GPU_FABRIC_HEALTH_SUMMARY_HEALTHY
         return int(real.NVML_SUCCESS)
 
-    # MIG.
-
-    @call
-    def nvmlDeviceGetMigMode(self, handle: Handle) -> list[int]:
-        mode = int(bool(self._profiles(handle)))
-        return [mode, mode]
-
     @call
     def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: Handle, index: int) -> Handle:
-        if index >= len(self._profiles(handle)):
+        if index >= len(self.profiles(handle)):
             raise real.NVMLError(real.NVML_ERROR_NOT_FOUND)
         return Handle(handle.index, index)
-
-    # Activity.
 
     @call
     def nvmlGpmSampleAlloc(self) -> Any:
@@ -344,7 +306,7 @@ class Simulation:
 
     @call
     def nvmlGpmMigSampleGet(self, handle: Handle, gpu_instance: int, sample: Any) -> Any:
-        if gpu_instance - 7 not in range(len(self._profiles(handle))):
+        if gpu_instance - 7 not in range(len(self.profiles(handle))):
             raise real.NVMLError(real.NVML_ERROR_INVALID_ARGUMENT)
         return self._sample(handle, sample)
 
@@ -371,28 +333,18 @@ class Simulation:
             metric.value = means.get(metric.metricId, 0.0)
         return request
 
-    # Events.
-
-    @call
-    def nvmlEventSetCreate(self) -> nvml_fields.EventSet:
-        return nvml_fields.EventSet(self._kmsg.stat().st_size, set())
-
-    @call
-    def nvmlDeviceRegisterEvents(self, handle: Handle, types: int, events: nvml_fields.EventSet) -> None:
-        events.gpus.add(handle.index)
-
     @call
     def nvmlEventSetWait_v2(self, events: nvml_fields.EventSet, milliseconds: int) -> EventData:
         """Return the next Xid in the kernel log, which the driver reports there and as an event."""
         until = time.monotonic() + milliseconds / 1000
         while True:
             line = b""
-            with suppress(OSError), self._kmsg.open("rb") as log:  # the driver does not depend on the log
+            with suppress(OSError), self.kmsg.open("rb") as log:  # the driver does not depend on the log
                 log.seek(events.place)
                 line = log.readline()
             if line.endswith(b"\n"):
                 events.place += len(line)
-                for event in xid.events(line.decode()):
+                for event in kernel_lines.events(line.decode()):
                     index = h100.PCI_BUSES.index(int(event.pci.split(":")[1], 16))
                     if event.numbered and index in events.gpus:
                         return EventData(Handle(index), real.nvmlEventTypeXidCriticalError, event.xid)
@@ -403,13 +355,13 @@ class Simulation:
                 raise real.NVMLError(real.NVML_ERROR_TIMEOUT)
             time.sleep(HANG_POLL)
 
-    @call
-    def nvmlEventSetFree(self, events: nvml_fields.EventSet) -> None:
-        events.gpus.clear()
 
-
-# Answers that depend on neither load nor faults, and numbers of the state of a GPU in node.json.
-ANSWERS: dict[str, Callable[[Simulation, Handle], Any]] = {
+# Answers that need one expression: constants, and numbers of the state of a GPU in node.json or of its faults.
+ANSWERS: dict[str, Callable[..., Any]] = {
+    "nvmlEventSetCreate": lambda nvml: nvml_fields.EventSet(nvml.kmsg.stat().st_size, set()),
+    "nvmlDeviceRegisterEvents": lambda _, handle, types, events: events.gpus.add(handle.index),
+    "nvmlEventSetFree": lambda _, events: events.gpus.clear(),
+    "nvmlSystemGetDriverVersion": lambda nvml: nvml.driver,
     "nvmlDeviceGetEncoderUtilization": _idle_video,
     "nvmlDeviceGetDecoderUtilization": _idle_video,
     "nvmlDeviceGetSerial": lambda _, handle: h100.serial(handle.index),
@@ -440,8 +392,13 @@ ANSWERS: dict[str, Callable[[Simulation, Handle], Any]] = {
     "nvmlDeviceGetPowerUsage": lambda nvml, handle: int(nvml.gpu(handle)["milliwatts"]),
     "nvmlDeviceGetTotalEnergyConsumption": lambda nvml, handle: int(nvml.gpu(handle)["millijoules"]),
     "nvmlDeviceGetCurrentClocksEventReasons": lambda nvml, handle: int(nvml.gpu(handle)["events"]),
+    "nvmlDeviceGetTemperatureV": lambda nvml, handle, sensor: round(nvml.gpu(handle)["celsius"]),
+    "nvmlDeviceGetTemperature": lambda nvml, handle, sensor: round(nvml.gpu(handle)["celsius"]),
+    "nvmlDeviceGetCurrPcieLinkGeneration": lambda nvml, handle: nvml.pcie(handle)["generation"],
+    "nvmlDeviceGetCurrPcieLinkWidth": lambda nvml, handle: nvml.pcie(handle)["width"],
+    "nvmlDeviceGetMigMode": lambda nvml, handle: [int(bool(nvml.profiles(handle)))] * 2,
     "nvmlDeviceGetMarginTemperature": lambda nvml, handle: round(
-        h100.SW_SLOWDOWN_CELSIUS - float(nvml.gpu(handle)["celsius"])
+        h100.SW_SLOWDOWN_CELSIUS - nvml.gpu(handle)["celsius"]
     ),
 }
 for _name, _function in ANSWERS.items():

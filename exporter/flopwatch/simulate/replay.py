@@ -2,7 +2,7 @@
 
 Constants, structures and exceptions are those of the real package. A call returns its recorded answers in order, and
 the last one for ever. A call that was not recorded fails with NVML_ERROR_NOT_SUPPORTED if the function was called with
-other arguments, else with NVML_ERROR_FUNCTION_NOT_FOUND. `node/capture/recorder.py` documents the format.
+other arguments, else with NVML_ERROR_FUNCTION_NOT_FOUND. The format: `node/capture/recorder.py`.
 """
 
 from __future__ import annotations

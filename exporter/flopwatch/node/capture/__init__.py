@@ -165,10 +165,7 @@ class NvmlAnswers:
 def nvml_answers(
     library: Any, host: str, reads: int, pause: Callable[[], None], clock: Callable[[], float] = time.monotonic
 ) -> NvmlAnswers:
-    """Record the answers of NVML to the collector in `reads` reads. Failures of the driver are recorded too.
-
-    `pause` is called between the reads. Raises Unsupported if there is no GPU.
-    """
+    """Record NVML's answers to the collector in `reads` reads, with `pause` in between. Raises Unsupported."""
     recorder = Recorder(library)
     times: list[float] = []
     failures: list[str] = []
@@ -194,7 +191,7 @@ def masked_nvml(recorded: Recorded, masker: Masker) -> Recorded:
     for sections in recorded.values():
         for serial in sections.get("calls", {}).get("nvmlDeviceGetSerial()", []):
             if isinstance(serial, str):
-                masker.serial(serial)
+                masker.word("serial", serial)
     return {
         subject: {
             section: {
@@ -211,10 +208,10 @@ def _masked_answer(answer: Any, name: str, masker: Masker) -> Any:
     """Return an answer masked. `name` is that of its call or structure member, which may mark it as an identity."""
     if isinstance(answer, str):
         if name.startswith("nvmlDeviceGetSerial("):
-            return masker.serial(answer)
+            return masker.word("serial", answer)
         masked = masker.text(answer)
         named = name in IDENTITIES or name.startswith(("nvmlSystemGetProcessName(", "nvmlDeviceGetHostname"))
-        return masker.name(answer) if named and masked == answer else masked
+        return masker.word("name", answer) if named and masked == answer else masked
     if isinstance(answer, list):
         return [_masked_answer(item, name, masker) for item in answer]
     if not isinstance(answer, dict):

@@ -74,9 +74,9 @@ class Masker:
             # The domain on its own and the name without it, for a log may show either.
             label, _, domain = host.partition(".")
             for part in (host, label, domain):
-                self._word("host", part)
+                self.word("host", part)
         for word in words:
-            self._word("name", word)
+            self.word("name", word)
 
     def _mask(self, kind: str, original: str) -> str:
         """Return the mask of an original of this kind; a mask is returned as it is."""
@@ -87,19 +87,12 @@ class Masker:
             self._masks[key] = _MASKS[kind](1 + sum(kind == other for other, _ in self._masks))
         return self._masks[key]
 
-    def _word(self, kind: str, original: str) -> str:
+    def word(self, kind: str, original: str) -> str:
+        """Return the mask of a name or a serial number, and mask it in every later text."""
         mask = self._mask(kind, original)
         if len(original) >= MIN_WORD and mask != original:
             self._words[original.lower()] = mask
         return mask
-
-    def serial(self, original: str) -> str:
-        """Return the mask of a serial number, and mask it in every later text."""
-        return self._word("serial", original)
-
-    def name(self, original: str) -> str:
-        """Return the mask of a name, and mask it in every later text."""
-        return self._word("name", original)
 
     def pid(self, original: int) -> int:
         """Return the mask of a pid."""
@@ -117,7 +110,7 @@ class Masker:
         """Find the serials and hosts in a log, and mask them in every later text."""
         for match in _INTRODUCED.finditer(log):
             if match.lastgroup in ("serial", "host"):
-                self._word(match.lastgroup, match[match.lastgroup])
+                self.word(match.lastgroup, match[match.lastgroup])
 
     def text(self, text: str) -> str:
         """Mask everything in a text that has the shape of an identity or is a known name."""

@@ -3,7 +3,7 @@
 For each subject (`system`, `gpu0`, `gpu0/mig1`) there are `calls` {"nvmlDeviceGetPowerUsage()": [69850, 631950]},
 `fields` {"82": [{"uiVal": 48}], "164 scope 3": ...} and GPM `metrics` {"2": [88.0, "nan"]}, with an answer per call. An
 answer is a number, a text, {"error": nvmlReturn_t}, {"handle": subject}, {"struct": its type, its members} or a list
-of these. A replay (`simulate/replay.py`) repeats the last answer, and can combine fields and metrics in other ways.
+of these. `simulate/replay.py` replays a recording.
 """
 
 from __future__ import annotations

@@ -24,10 +24,7 @@ class Unsupported(Exception):
 
 
 class AccessLost(Exception):
-    """Loss of access to the source (a device file, a cgroup), which proves no hardware fault.
-
-    `samples` are served all the same: the parts that exist, marked as not readable.
-    """
+    """Loss of access to the source, which proves no hardware fault. `samples` mark its parts as not readable."""
 
     def __init__(self, reason: str, samples: Iterable[Sample] = ()) -> None:
         super().__init__(reason)
@@ -39,15 +36,24 @@ class RestartReader(Exception):
 
 
 class Collector(Protocol):
-    """Source of samples: a name, and `read`, which returns samples or raises.
-
-    An optional method `close` is called before its process ends on purpose, to release the driver.
-    """
+    """Source of samples. An optional `close` releases the driver before the process ends on purpose."""
 
     name: str
 
     def read(self) -> list[Sample]:
         """Return the current samples, or raise Unsupported, AccessLost, RestartReader or the driver's error."""
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Replace a file atomically. Raises OSError, after which the old file is complete and no draft is left."""
+    draft = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        draft.write_text(text)
+        draft.replace(path)
+    except OSError:
+        with suppress(OSError):
+            draft.unlink()
+        raise
 
 
 class StateFile:
@@ -71,14 +77,10 @@ class StateFile:
         text = json.dumps(value, indent=1)
         if text == self._saved:
             return True
-        temporary = self._path.with_name(f"{self._path.name}.{os.getpid()}")
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(text)
-            temporary.replace(self._path)
+            replace_file(self._path, text)
         except OSError as error:
-            with suppress(OSError):
-                temporary.unlink()  # a full disk leaves half a file
             if not self._failing:
                 log.warning("cannot keep %s (%s); after a restart it is not remembered", self._path, error)
             self._failing = True
@@ -88,10 +90,7 @@ class StateFile:
 
 
 class Inventory:
-    """Parts that this node was seen to have, by key, so that a missing one is a series and not a gap.
-
-    Delete the file to forget a part that was removed on purpose.
-    """
+    """Parts that this node was seen to have, by key. To forget a part that was removed on purpose, delete the file."""
 
     def __init__(self, path: Path, info: Metric) -> None:
         self._file = StateFile(path)
@@ -109,10 +108,7 @@ class Inventory:
 
 
 def read_inventory(path: Path, info: Metric) -> dict[str, dict[str, str]]:
-    """Return the info labels of each part in an inventory file, without invalid entries.
-
-    A label added to the row after the file was written is empty until the part is seen again.
-    """
+    """Return the info labels of each part in an inventory file, without invalid entries. A new label is empty."""
     parts = {key: part for key, part in StateFile(path).load().items() if isinstance(part, dict)}
     return {
         key: {label: part.get(label, "") for label in info.labels}

@@ -2,8 +2,8 @@
 
 Slurm: `/slurm/uid_U/job_J/...` (version 1) or `/system.slice/[NODE_]slurmstepd.scope/job_J/...` (version 2),
 https://slurm.schedmd.com/cgroup_v2.html. Kubernetes: a component with `podUID`, with dashes from the cgroupfs driver
-and underscores from systemd's. Container engines: the container's 64 hexadecimal digits. A process of another user is
-invisible where /proc is mounted with hidepid. A container sees processes of other pods only with hostPID.
+and underscores from systemd's. Container engines: the container's 64 hexadecimal digits. A process is invisible where
+/proc is mounted with hidepid, and one of another pod without hostPID.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ UNKNOWN = "unknown"
 
 # A pod can run in a Slurm job, and a Slurm daemon in a pod. The job is then the nearer owner.
 _SLURM = re.compile(r"/(?:[^/]*_)?slurm[^/]*/(?:uid_[0-9]+/)?job_([0-9]+)(?=/|$)", re.ASCII)
-# A reader in its own cgroup namespace sees only the tail of a path, so "kubepods" is not required. The UID of a static
-# pod has no dashes.
+# A reader in its own cgroup namespace sees only the tail of a path. The UID of a static pod has no dashes.
 _POD = re.compile(
     r"[/-]pod([0-9a-f]{8}([-_]?)[0-9a-f]{4}\2[0-9a-f]{4}\2[0-9a-f]{4}\2[0-9a-f]{12})(?=/|:|\.slice|$)", re.ASCII
 )
@@ -37,11 +36,8 @@ def parse(text: str) -> str | None:
 
 
 def of_process(pid: int, file: str, proc: Path) -> str:
-    """Return the text of a file in /proc/PID. Raises OSError.
-
-    pathlib is not used, because it interns every part of a path. The interpreter's table of interned strings then grows
-    by a megabyte or more.
-    """
+    """Return the text of a file in /proc/PID. Raises OSError."""
+    # pathlib would intern every part of the path, and the interpreter's table of strings would grow by a megabyte.
     with open(f"{proc}/{pid}/{file}", "rb") as content:
         return content.read().decode(errors="replace")
 
@@ -64,12 +60,15 @@ def owner(pid: int, proc: Path = Path("/proc")) -> str:
     return UNKNOWN if uid is None else f"user:{uid}"
 
 
+def stat(pid: int, proc: Path = Path("/proc")) -> list[str]:
+    """Return the fields of /proc/PID/stat after the command name, which may contain anything. Raises OSError."""
+    return of_process(pid, "stat", proc).rpartition(")")[2].split()
+
+
 def started(pid: int, proc: Path = Path("/proc")) -> str | None:
     """Return the start time of a process in clock ticks since boot (proc(5), stat), or None if it is invisible."""
     try:
-        stat = of_process(pid, "stat", proc)
+        fields = stat(pid, proc)
     except OSError:
         return None
-    # The command name before it may contain blanks and brackets.
-    fields = stat.rpartition(")")[2].split()
     return fields[19] if len(fields) > 19 else None

@@ -1,11 +1,8 @@
 """Report of `flopwatch doctor`: readable hardware, its source, missing series with reasons, and owners.
 
 The exporter's own readers are used, each in its child process and with a deadline. A hung driver therefore costs only
-its own lines. The exporter's state (`--state`) is copied first and never written. Parts missing since then are noticed,
-and a running exporter is not disturbed.
-
-The reason for a missing GPU series is in the answers of NVML's calls (`nvml_answers.py`). The reason for a missing port
-series is in the kernel's files.
+its own lines. They work on a copy of the exporter's state (`--state`). The reason for a missing GPU series is in the
+answers of NVML's calls (`nvml_answers.py`), that for a missing port series in the kernel's files.
 """
 
 from __future__ import annotations
@@ -53,7 +50,7 @@ PATIENCE = 3.0
 BETWEEN_READS = 0.3
 
 # Why a row has no series, in the order of the report.
-PERMISSION, OLD, CARD, DCGM, KERNEL_LOG, FILE, REFUSED, MIG, QUIET = (
+REASONS = PERMISSION, OLD, CARD, DCGM, KERNEL_LOG, FILE, REFUSED, MIG, QUIET = (
     "not permitted to this user",
     "the driver or nvidia-ml-py is too old",
     "this kind of card lacks it",
@@ -64,7 +61,6 @@ PERMISSION, OLD, CARD, DCGM, KERNEL_LOG, FILE, REFUSED, MIG, QUIET = (
     "only for a partitioned GPU (MIG)",
     "no event so far, or not in use here",
 )
-REASONS = (PERMISSION, OLD, CARD, DCGM, KERNEL_LOG, FILE, REFUSED, MIG, QUIET)
 
 HARDWARE = ("nvml", "dcgm", "infiniband")
 LINK_COUNT = "field 91"
@@ -111,11 +107,7 @@ class Access:
 
 @dataclass
 class Report:
-    """Result of the doctor.
-
-    `problems` are present hardware that cannot be read. `losses` are other data that lack a permission or an answer,
-    which depends on the chosen privileges.
-    """
+    """Result of the doctor: `problems` are present hardware that cannot be read, `losses` other missing data."""
 
     version: str
     host: str
@@ -190,16 +182,8 @@ def _readings(settings: ExporterSettings, sources: HostSources, notes: Path, rep
             "exited": "its process died",
             "released": "the driver is released (docs/release.md); flopwatch exporter --release 0 ends that",
         }.get(reading.reason, reading.reason)
-        report.sources.append(
-            SourceReport(
-                name,
-                state,
-                reason,
-                reading.duration,
-                len(reading.samples),
-                messages.get(name, []) if not reason else [],
-            )
-        )
+        lines = messages.get(name, []) if not reason else []
+        report.sources.append(SourceReport(name, state, reason, reading.duration, len(reading.samples), lines))
     if "dcgm" not in readers:
         report.sources.append(SourceReport("dcgm", "off", "--dcgm reads a DCGM host engine"))
     return readings
@@ -265,10 +249,10 @@ def _gpu(
         _value(m.GPU_READABLE, labels, samples) != 0,
         {name: len(rows) for name, rows in families.items()},
     )
-    owners = [owner for owner in _info(m.GPU_OWNER_INFO, samples) if owner["uuid"] == info["uuid"]]
     part.owners = [
         {label: word for label, word in owner.items() if word and label not in ("gpu", "uuid", "host")}
-        for owner in owners
+        for owner in _info(m.GPU_OWNER_INFO, samples)
+        if owner["uuid"] == info["uuid"]
     ]
     updated = _value(m.GPU_OWNER_UPDATED_TIMESTAMP_SECONDS, labels, samples)
     part.owner_age = None if updated is None else max(0.0, readings["identity"].at - updated)
@@ -325,9 +309,8 @@ def _port(
 ) -> HardwarePart:
     labels = info["device"], info["port"]
     families = _families(labels, readings, PORT)
-    state, rate = (
-        _value(row, labels, samples) for row in (m.INFINIBAND_PORT_STATE_ID, m.INFINIBAND_PORT_RATE_BYTES_PER_SECOND)
-    )
+    state = _value(m.INFINIBAND_PORT_STATE_ID, labels, samples)
+    rate = _value(m.INFINIBAND_PORT_RATE_BYTES_PER_SECOND, labels, samples)
     about = [
         info["link_layer"],
         "" if state is None else "active" if state == 4 else "not active",
@@ -374,17 +357,15 @@ def _privileges(settings: ExporterSettings, samples: Sequence[Sample]) -> list[A
     kubelet, kmsg = str(settings.kubelet_socket), str(settings.kmsg)
     if settings.simulate is not None:
         return [Access("base", "in force"), Access("kernel", "in force" if up["kernel_log"] else "not in force")]
+    without_log = (
+        "the text of Xids and its details: NVLink errors, SXids, kernel events, and Xids from before the exporter's "
+        "start"
+    )
+    kernel = _access(kmsg.removeprefix("unix:"), up["kernel_log"])
     return [
         Access("base", "in force"),
         Access("identity", _access(kubelet, up["kubelet"]), "" if up["kubelet"] else "the pods that own a GPU"),
-        Access(
-            "kernel",
-            _access(kmsg.removeprefix("unix:"), up["kernel_log"]),
-            ""
-            if up["kernel_log"]
-            else "the text of Xids and its details: NVLink errors, SXids, kernel events, and Xids from "
-            "before the exporter's start",
-        ),
+        Access("kernel", kernel, "" if up["kernel_log"] else without_log),
     ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from flopwatch.node.health.doctor import REASONS, HardwarePart, Report
 
@@ -24,27 +25,25 @@ def page(report: Report, width: int) -> str:
 def _lines(report: Report, width: int) -> Iterator[str]:
     def entry(label: str, *texts: str) -> Iterator[str]:
         """Yield a label with paragraphs next to it."""
-        indent = " " * (LABEL + 3)
+        rest = " " * (LABEL + 3)
         if len(label) > LABEL:
             yield f"  {label}"
-        start = indent if len(label) > LABEL else f"  {label:<{LABEL}} "
+        start = rest if len(label) > LABEL else f"  {label:<{LABEL}} "
         for text in filter(len, texts):
-            yield from textwrap.wrap(
-                text, width, initial_indent=start, subsequent_indent=indent, break_on_hyphens=False
-            )
-            start = indent
+            yield from textwrap.wrap(text, width, initial_indent=start, subsequent_indent=rest, break_on_hyphens=False)
+            start = rest
 
     simulated = " (a simulated node)" if report.simulated else ""
     yield f"flopwatch {report.version} on {report.host}{simulated}, as {report.user}"
     yield ""
     yield from textwrap.wrap(verdict(report), width)
     for problem in report.problems:
-        yield from textwrap.wrap(problem, width, initial_indent="  - ", subsequent_indent="    ")
+        yield from _bullet(problem, width)
     if report.losses:
         yield ""
         yield "Missing:"
     for loss in report.losses:
-        yield from textwrap.wrap(loss, width, initial_indent="  - ", subsequent_indent="    ")
+        yield from _bullet(loss, width)
     yield ""
     yield "Sources"
     for source in report.sources:
@@ -61,12 +60,8 @@ def _lines(report: Report, width: int) -> Iterator[str]:
     yield ""
     yield "Place, privileges (docs/privileges.md) and listeners"
     place = [f"{name} {word}" for name, word in report.place.items() if word and name not in ("host", "source")]
-    yield from entry(
-        "place",
-        f"{', '.join(place)} (from {report.place['source']})"
-        if place
-        else "not known; set --topology (docs/identity.md)",
-    )
+    unknown = "not known; set --topology (docs/identity.md)"
+    yield from entry("place", f"{', '.join(place)} (from {report.place['source']})" if place else unknown)
     for access in report.privileges:
         yield from entry(access.name, access.state, f"Missing without it: {access.loses}." if access.loses else "")
     for flag, state in report.listeners.items():
@@ -77,9 +72,7 @@ def verdict(report: Report) -> str:
     """Return the summary in one sentence."""
     if report.problems:
         count = len(report.problems)
-        return (
-            "One thing on this node cannot be read:" if count == 1 else f"{count} things on this node cannot be read:"
-        )
+        return f"{'One thing' if count == 1 else f'{count} things'} on this node cannot be read:"
     if not report.gpus and not report.ports:
         return (
             "There is no GPU and no InfiniBand, RoCE or EFA port here. "
@@ -120,6 +113,10 @@ def _owner(owner: Mapping[str, str]) -> str:
     return f"{name}{instance}" + (f" (by {source})" if source not in ("none", "unknown") else "")
 
 
+def _bullet(text: str, width: int, **how: Any) -> list[str]:
+    return textwrap.wrap(text, width, initial_indent="  - ", subsequent_indent="    ", **how)
+
+
 def _missing(parts: Sequence[HardwarePart], width: int) -> Iterator[str]:
     """Yield the families without series and the reasons, once for all equal parts."""
     alike: dict[str, list[HardwarePart]] = {}
@@ -127,24 +124,15 @@ def _missing(parts: Sequence[HardwarePart], width: int) -> Iterator[str]:
         if part.missing:
             alike.setdefault(repr(part.missing), []).append(part)
     for some in alike.values():
-        yield from textwrap.wrap(
-            f"No series of {together([part.name for part in some])}:",
-            width,
-            initial_indent="  ",
-            subsequent_indent="    ",
-        )
+        title = f"No series of {together([part.name for part in some])}:"
+        yield from textwrap.wrap(title, width, initial_indent="  ", subsequent_indent="    ")
         for reason in REASONS:
             names = some[0].missing.get(reason)
             if names:
                 shown = shortened(names)
                 more = f", and {len(shown) - NAMES} more (--json)" if len(shown) > NAMES else ""
-                yield from textwrap.wrap(
-                    f"{reason}: {', '.join(shown[:NAMES])}{more}",
-                    width,
-                    initial_indent="  - ",
-                    subsequent_indent="    ",
-                    break_on_hyphens=False,
-                )
+                text = f"{reason}: {', '.join(shown[:NAMES])}{more}"
+                yield from _bullet(text, width, break_on_hyphens=False)
 
 
 def together(names: Sequence[str]) -> str:

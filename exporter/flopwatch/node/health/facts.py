@@ -15,7 +15,6 @@ XID_SECONDS = 3600.0
 ACTIVE = (4, 5)  # InfiniBand port states
 NVLINK_UP = ("active", "sleep")
 
-
 Labels = tuple[str, ...]
 Found = tuple[str, str]  # a part, and a sentence about it
 
@@ -35,8 +34,9 @@ class Facts:
                 numbers[row.name][labels] = raw * row.scale
         self.released = any(self.of(m.FLOPWATCH_DRIVER_RELEASED).values())
         self.driverless = 0 in self.of(m.GPU_DRIVER_LOADED).values()
-        self._index = self._gpu_index()
-        self.roles = self._roles()
+        self._index = {labels[1]: dict(zip(m.GPU_INFO.labels, labels, strict=True)) for labels in self.of(m.GPU_INFO)}
+        role = m.INFINIBAND_INFO.labels.index("role")
+        self.roles = {labels[:2]: labels[role] for labels in self.of(m.INFINIBAND_INFO)}
         present = self.of(m.INFINIBAND_PORT_PRESENT)
         self.active = {
             port
@@ -64,12 +64,9 @@ class Facts:
         known = ", ".join(word for word in place if word)
         return f"GPU {labels[0]} ({known})" if known else f"GPU {labels[0]}"
 
-    def _gpu_index(self) -> dict[str, dict[str, str]]:
-        return {labels[1]: dict(zip(m.GPU_INFO.labels, labels, strict=True)) for labels in self.of(m.GPU_INFO)}
-
-    def _roles(self) -> dict[Labels, str]:
-        role = m.INFINIBAND_INFO.labels.index("role")
-        return {labels[:2]: labels[role] for labels in self.of(m.INFINIBAND_INFO)}
+    def found(self, row: Metric, labels: Labels, text: str) -> Found:
+        """Return the part of a sample, and a sentence with the part as its subject."""
+        return self.part(row, labels), f"{self.named(row, labels)} {text}"
 
     def ports_of(self, role: str) -> set[Labels]:
         """Return the ports that the expectation of a role covers, missing ones included."""

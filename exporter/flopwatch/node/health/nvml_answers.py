@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from flopwatch import catalogue as m
@@ -57,8 +57,7 @@ def _codes(sections: Mapping[str, Mapping[str, list[Any]]]) -> dict[str, list[in
 
 def build(factory: str, notes: str, **arguments: str) -> RecordedNvml:
     """Return the NVML collector of a factory (`package.module:function`) with a recorder in it."""
-    module, _, function = factory.partition(":")
-    return RecordedNvml(getattr(importlib.import_module(module), function)(**arguments), StateFile(Path(notes)))
+    return RecordedNvml(resolve_name(factory)(**arguments), StateFile(Path(notes)))
 
 
 @dataclass

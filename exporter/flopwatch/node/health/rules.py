@@ -1,13 +1,13 @@
 """Fitness of this node for training: a verdict, its reasons, and what to do, from the samples of one look.
 
-Each row of RULES is one thing that can be wrong; docs/check.md has them as a table. The action follows the driver's own
-recovery action (NVML field 230) if there is one. Otherwise it follows NVIDIA's GPU debug guidelines
-(https://docs.nvidia.com/deploy/gpu-debug-guidelines/) and Xid catalogue (https://docs.nvidia.com/deploy/xid-errors/).
-Ports are judged as in leptonai/gpud and NVIDIA/NVSentinel.
+docs/check.md has RULES as a table. The action follows the driver's own recovery action (NVML field 230), if it has one,
+otherwise NVIDIA's GPU debug guidelines (https://docs.nvidia.com/deploy/gpu-debug-guidelines/) and Xid catalogue
+(https://docs.nvidia.com/deploy/xid-errors/). Ports are judged as in leptonai/gpud and NVIDIA/NVSentinel.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -41,16 +41,9 @@ ACTIONS = {
     "check_exporter": "run flopwatch doctor, which shows whether the driver hangs or denies access",
 }
 
-# The driver's own recovery actions: nvmlDeviceGpuRecoveryAction_t.
-RECOVERY_ACTIONS = {
-    1: "reset_gpu",
-    2: "reboot_node",
-    3: "drain_peers",
-    4: "drain_and_reset",
-    5: "recover_imex",
-    6: "reset_bus",
-    7: "reboot_system",
-}
+# The driver's own recovery actions: nvmlDeviceGpuRecoveryAction_t, from 1 on.
+_RECOVERY = "reset_gpu reboot_node drain_peers drain_and_reset recover_imex reset_bus reboot_system"
+RECOVERY_ACTIONS = dict(enumerate(_RECOVERY.split(), 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,371 +59,139 @@ class Rule:
 
 
 def _is(
-    reason: str, verdict: str, action: str, text: str, row: Metric, *numbers: float, last: str | None = None
+    reason: str,
+    verdict: str,
+    action: str,
+    text: str,
+    row: Metric,
+    *numbers: float,
+    above: float = math.inf,
+    last: str | None = None,
 ) -> Rule:
-    """Return a rule for the series of a row with one of these numbers, and with `last` as last label."""
+    """Return a rule for the series of a row with one of these numbers or above a limit, and `last` as last label."""
 
     def find(facts: Facts) -> Iterator[Found]:
         for labels, number in facts.of(row).items():
-            if number in numbers and last in (None, labels[-1]):
-                yield facts.part(row, labels), f"{facts.named(row, labels)} {text}"
-
-    return Rule(reason, verdict, action, text, (row,), find)
-
-
-def _over(
-    reason: str, verdict: str, action: str, text: str, row: Metric, limit: float = 0.0, last: str | None = None
-) -> Rule:
-    """Return a rule for the series of a row above a limit, and with `last` as last label."""
-
-    def find(facts: Facts) -> Iterator[Found]:
-        for labels, number in facts.of(row).items():
-            if number > limit and last in (None, labels[-1]):
-                yield facts.part(row, labels), f"{facts.named(row, labels)} {text} ({number:g})"
+            if (number in numbers or number > above) and last in (None, labels[-1]):
+                yield facts.found(row, labels, f"{text} ({number:g})" if number > above else text)
 
     return Rule(reason, verdict, action, text, (row,), find)
 
 
 _XIDS = (m.GPU_XID_LAST_TIMESTAMP_SECONDS, m.GPU_RECOVERY_ACTION_ID)
 _PORT_STATES = (m.INFINIBAND_PORT_PRESENT, m.INFINIBAND_PORT_STATE_ID, m.INFINIBAND_PORT_EXPECTED_RATE_BYTES_PER_SECOND)
-_RATES = (
-    m.INFINIBAND_PORT_RATE_BYTES_PER_SECOND,
-    m.INFINIBAND_PORT_EXPECTED_RATE_BYTES_PER_SECOND,
-    m.INFINIBAND_PORT_STATE_ID,
-)
-
-# Faults in gpu_fabric_fault: reason without its prefix, label, verdict, action, text.
-FABRIC_FAULTS = (
-    ("degraded_bandwidth", "degraded_bandwidth", DEGRADED, "check_nvlink", "has less NVLink bandwidth than it should"),
-    ("route_recovery", "route_recovery", DEGRADED, "check_nvlink", "waits for its NVLink routes to recover"),
-    ("route_unhealthy", "route_unhealthy", BAD, "check_nvlink", "has an unhealthy NVLink route"),
-    ("access_timeout", "access_timeout", BAD, "check_nvlink", "had a timeout across its NVLink fabric"),
-    (
-        "configuration",
-        "incorrect_configuration",
-        BAD,
-        "restart_fabric_manager",
-        "has a wrong NVLink fabric configuration",
-    ),
-    ("no_partition", "no_partition", DEGRADED, "restart_fabric_manager", "is in no partition of its NVLink fabric"),
-    ("manager_disconnected", "manager_disconnected", DEGRADED, "restart_fabric_manager", "has lost its fabric manager"),
-)
+_RATES = (m.INFINIBAND_PORT_RATE_BYTES_PER_SECOND, *reversed(_PORT_STATES[1:]))
 EFFECTIVE_BER = 1e-12  # DCGM's limit of the NVLink bit error ratio after correction
+
+# fmt: off
+# A table: the formatter would print each argument of a rule on a line of its own.
 
 RULES: tuple[Rule, ...] = (
     # GPUs: there?
-    Rule(
-        "gpu_missing",
-        BAD,
-        "reboot_then_reseat",
-        "does not answer, and is in the inventory",
-        (m.GPU_PRESENT, m.GPU_READABLE),
-        search.missing_gpus,
-    ),
+    Rule("gpu_missing", BAD, "reboot_then_reseat", "does not answer, and is in the inventory",
+         (m.GPU_PRESENT, m.GPU_READABLE), search.missing_gpus),
     Rule("gpus_too_few", BAD, "reboot_then_reseat", "fewer GPUs than expected", (m.GPU_PRESENT,), search.too_few_gpus),
-    Rule(
-        "gpus_unseen",
-        UNKNOWN,
-        "check_exporter",
-        "no driver that answers, where GPUs are expected",
-        (m.GPU_PRESENT,),
-        search.unseen_gpus,
-    ),
+    Rule("gpus_unseen", UNKNOWN, "check_exporter", "no driver that answers, where GPUs are expected",
+         (m.GPU_PRESENT,), search.unseen_gpus),
     Rule("gpu_other_model", DEGRADED, "check_node", "is not of the expected model", (m.GPU_INFO,), search.other_model),
-    Rule(
-        "driver_not_loaded",
-        DEGRADED,
-        "load_driver",
-        "no driver is loaded where the inventory has GPUs",
-        (m.GPU_DRIVER_LOADED,),
-        search.unloaded_driver,
-    ),
-    Rule(
-        "gpu_unreadable",
-        UNKNOWN,
-        "check_exporter",
-        "cannot be read by the exporter; the GPU may be well",
-        (m.GPU_READABLE, m.GPU_DRIVER_LOADED),
-        search.unreadable_gpus,
-    ),
+    Rule("driver_not_loaded", DEGRADED, "load_driver", "no driver is loaded where the inventory has GPUs",
+         (m.GPU_DRIVER_LOADED,), search.unloaded_driver),
+    Rule("gpu_unreadable", UNKNOWN, "check_exporter", "cannot be read by the exporter; the GPU may be well",
+         (m.GPU_READABLE, m.GPU_DRIVER_LOADED), search.unreadable_gpus),
     # Reports of the driver.
-    *(
-        _is("recovery_action", BAD, action, "needs recovery according to the driver", m.GPU_RECOVERY_ACTION_ID, number)
-        for number, action in RECOVERY_ACTIONS.items()
-    ),
-    Rule(
-        "xid",
-        BAD,
-        "reset_gpu",
-        "had a critical Xid within the last hour",
-        _XIDS,
-        search.gpus_with_xids(False, "RESET_GPU"),
-    ),
-    Rule(
-        "xid",
-        BAD,
-        "reboot_node",
-        "the same, where NVIDIA's action is a restart",
-        _XIDS,
-        search.gpus_with_xids(False, "RESTART_BM", "RESTART_VM"),
-    ),
-    Rule(
-        "xid",
-        BAD,
-        "check_nvlink",
-        "the same, where it is an NVLink",
-        _XIDS,
-        search.gpus_with_xids(False, "WORKFLOW_NVLINK_ERR", "WORKFLOW_NVLINK5_ERR"),
-    ),
-    Rule(
-        "xid",
-        BAD,
-        "reseat_gpu",
-        "the same, where it is the board's power or seat",
-        _XIDS,
-        search.gpus_with_xids(False, "CHECK_MECHANICALS"),
-    ),
-    Rule(
-        "xid",
-        BAD,
-        "replace_gpu",
-        "the same, where NVIDIA's action is to contact its support",
-        _XIDS,
-        search.gpus_with_xids(False, "CONTACT_SUPPORT"),
-    ),
-    Rule(
-        "xid_recovered",
-        DEGRADED,
-        "reset_gpu",
-        "had a critical Xid within the last hour, and the driver requests no recovery",
-        _XIDS,
-        search.gpus_with_xids(True),
-    ),
+    *(_is("recovery_action", BAD, action, "needs recovery according to the driver", m.GPU_RECOVERY_ACTION_ID, number)
+      for number, action in RECOVERY_ACTIONS.items()),
+    Rule("xid", BAD, "reset_gpu", "had a critical Xid within the last hour",
+         _XIDS, search.gpus_with_xids(False, "RESET_GPU")),
+    Rule("xid", BAD, "reboot_node", "the same, where NVIDIA's action is a restart",
+         _XIDS, search.gpus_with_xids(False, "RESTART_BM", "RESTART_VM")),
+    Rule("xid", BAD, "check_nvlink", "the same, where it is an NVLink",
+         _XIDS, search.gpus_with_xids(False, "WORKFLOW_NVLINK_ERR", "WORKFLOW_NVLINK5_ERR")),
+    Rule("xid", BAD, "reseat_gpu", "the same, where it is the board's power or seat",
+         _XIDS, search.gpus_with_xids(False, "CHECK_MECHANICALS")),
+    Rule("xid", BAD, "replace_gpu", "the same, where NVIDIA's action is to contact its support",
+         _XIDS, search.gpus_with_xids(False, "CONTACT_SUPPORT")),
+    Rule("xid_recovered", DEGRADED, "reset_gpu",
+         "had a critical Xid within the last hour, and the driver requests no recovery",
+         _XIDS, search.gpus_with_xids(True)),
     # Memory.
-    _is(
-        "row_remap_failure", BAD, "replace_gpu", "has a memory row that cannot be replaced", m.GPU_ROW_REMAP_FAILURE, 1
-    ),
-    _is(
-        "sram_errors",
-        BAD,
-        "replace_gpu",
-        "had more SRAM errors than it may have",
-        m.GPU_SRAM_ERROR_THRESHOLD_EXCEEDED,
-        1,
-    ),
-    _over(
-        "ecc_uncorrected",
-        DEGRADED,
-        "drain_and_reset",
-        "had uncorrected memory errors since the driver was loaded",
-        m.GPU_ECC_ERRORS_TOTAL,
-        last="uncorrected",
-    ),
-    _is(
-        "row_remap_pending",
-        DEGRADED,
-        "drain_and_reset",
-        "has memory rows to replace at its next reset",
-        m.GPU_ROW_REMAP_PENDING,
-        1,
-    ),
-    _is(
-        "retired_pages_pending",
-        DEGRADED,
-        "drain_and_reset",
-        "has memory pages to retire at its next reset",
-        m.GPU_RETIRED_PAGES_PENDING,
-        1,
-    ),
-    _is(
-        "repair_pending",
-        DEGRADED,
-        "drain_and_reset",
-        "has a repair waiting for its next reset",
-        m.GPU_REPAIR_PENDING,
-        1,
-    ),
+    _is("row_remap_failure", BAD, "replace_gpu", "has a memory row that cannot be replaced",
+        m.GPU_ROW_REMAP_FAILURE, 1),
+    _is("sram_errors", BAD, "replace_gpu", "had more SRAM errors than it may have",
+        m.GPU_SRAM_ERROR_THRESHOLD_EXCEEDED, 1),
+    _is("ecc_uncorrected", DEGRADED, "drain_and_reset", "had uncorrected memory errors since the driver was loaded",
+        m.GPU_ECC_ERRORS_TOTAL, above=0, last="uncorrected"),
+    _is("row_remap_pending", DEGRADED, "drain_and_reset", "has memory rows to replace at its next reset",
+        m.GPU_ROW_REMAP_PENDING, 1),
+    _is("retired_pages_pending", DEGRADED, "drain_and_reset", "has memory pages to retire at its next reset",
+        m.GPU_RETIRED_PAGES_PENDING, 1),
+    _is("repair_pending", DEGRADED, "drain_and_reset", "has a repair waiting for its next reset",
+        m.GPU_REPAIR_PENDING, 1),
     # Slowed down.
-    _is(
-        "thermal_slowdown",
-        DEGRADED,
-        "check_cooling",
-        "is too hot, and its hardware holds the clock back",
-        m.GPU_CLOCK_EVENT_ACTIVE,
-        1,
-        last="hw_thermal_slowdown",
-    ),
-    _is(
-        "power_brake",
-        DEGRADED,
-        "check_power",
-        "is braked from outside, by its power supply",
-        m.GPU_CLOCK_EVENT_ACTIVE,
-        1,
-        last="hw_power_brake_slowdown",
-    ),
-    Rule(
-        "pcie_width",
-        DEGRADED,
-        "reseat_gpu",
-        "has fewer PCIe lanes than it could, or than expected",
-        (m.GPU_PCIE_WIDTH_LANES, m.GPU_PCIE_WIDTH_MAX_LANES),
-        search.narrow_pcie,
-    ),
-    Rule(
-        "pcie_generation",
-        DEGRADED,
-        "check_node",
-        "cannot have the expected PCIe generation",
-        (m.GPU_PCIE_GENERATION_MAX,),
-        search.slow_pcie,
-    ),
+    _is("thermal_slowdown", DEGRADED, "check_cooling", "is too hot, and its hardware holds the clock back",
+        m.GPU_CLOCK_EVENT_ACTIVE, 1, last="hw_thermal_slowdown"),
+    _is("power_brake", DEGRADED, "check_power", "is braked from outside, by its power supply",
+        m.GPU_CLOCK_EVENT_ACTIVE, 1, last="hw_power_brake_slowdown"),
+    Rule("pcie_width", DEGRADED, "reseat_gpu", "has fewer PCIe lanes than it could, or than expected",
+         (m.GPU_PCIE_WIDTH_LANES, m.GPU_PCIE_WIDTH_MAX_LANES), search.narrow_pcie),
+    Rule("pcie_generation", DEGRADED, "check_node", "cannot have the expected PCIe generation",
+         (m.GPU_PCIE_GENERATION_MAX,), search.slow_pcie),
     # NVLink and its fabric.
-    Rule(
-        "nvlink_down",
-        BAD,
-        "check_nvlink",
-        "has fewer NVLinks up than expected, or than it had",
-        (m.NVLINK_LINKS, m.NVLINK_LINK_STATE_ID),
-        search.lost_nvlinks,
-    ),
-    _over(
-        "nvlink_bit_errors",
-        BAD,
-        "check_nvlink",
-        f"has a bit error ratio above {EFFECTIVE_BER:g} on an NVLink",
-        m.NVLINK_EFFECTIVE_BIT_ERROR_RATIO,
-        EFFECTIVE_BER,
-    ),
-    _is(
-        "fabric_not_ready",
-        BAD,
-        "restart_fabric_manager",
-        "has not joined its NVLink fabric",
-        m.GPU_FABRIC_STATE_ID,
-        1,
-        2,
-    ),
-    _over(
-        "fabric_failed",
-        BAD,
-        "restart_fabric_manager",
-        "failed to join its NVLink fabric, with this nvmlReturn_t",
-        m.GPU_FABRIC_STATUS_ID,
-    ),
+    Rule("nvlink_down", BAD, "check_nvlink", "has fewer NVLinks up than expected, or than it had",
+         (m.NVLINK_LINKS, m.NVLINK_LINK_STATE_ID), search.lost_nvlinks),
+    _is("nvlink_bit_errors", BAD, "check_nvlink", f"has a bit error ratio above {EFFECTIVE_BER:g} on an NVLink",
+        m.NVLINK_EFFECTIVE_BIT_ERROR_RATIO, above=EFFECTIVE_BER),
+    _is("fabric_not_ready", BAD, "restart_fabric_manager", "has not joined its NVLink fabric",
+        m.GPU_FABRIC_STATE_ID, 1, 2),
+    _is("fabric_failed", BAD, "restart_fabric_manager", "failed to join its NVLink fabric, with this nvmlReturn_t",
+        m.GPU_FABRIC_STATUS_ID, above=0),
     _is("fabric_unhealthy", BAD, "check_nvlink", "finds its NVLink fabric unhealthy", m.GPU_FABRIC_HEALTH_ID, 2),
-    _is(
-        "fabric_limited",
-        DEGRADED,
-        "check_nvlink",
-        "finds its NVLink fabric of limited capacity",
-        m.GPU_FABRIC_HEALTH_ID,
-        3,
-    ),
-    *(
-        _is(f"fabric_{name}", verdict, action, text, m.GPU_FABRIC_FAULT, 1, last=fault)
-        for name, fault, verdict, action, text in FABRIC_FAULTS
-    ),
-    Rule(
-        "sxid",
-        BAD,
-        "check_nvlink",
-        "an NVSwitch had a fatal SXid within the last hour",
-        (m.NVLINK_SWITCH_SXID_LAST_TIMESTAMP_SECONDS, m.NVLINK_SWITCH_SXID_INFO),
-        search.fatal_sxids,
-    ),
+    _is("fabric_limited", DEGRADED, "check_nvlink", "finds its NVLink fabric of limited capacity",
+        m.GPU_FABRIC_HEALTH_ID, 3),
+    _is("fabric_degraded_bandwidth", DEGRADED, "check_nvlink", "has less NVLink bandwidth than it should",
+        m.GPU_FABRIC_FAULT, 1, last="degraded_bandwidth"),
+    _is("fabric_route_recovery", DEGRADED, "check_nvlink", "waits for its NVLink routes to recover",
+        m.GPU_FABRIC_FAULT, 1, last="route_recovery"),
+    _is("fabric_route_unhealthy", BAD, "check_nvlink", "has an unhealthy NVLink route",
+        m.GPU_FABRIC_FAULT, 1, last="route_unhealthy"),
+    _is("fabric_access_timeout", BAD, "check_nvlink", "had a timeout across its NVLink fabric",
+        m.GPU_FABRIC_FAULT, 1, last="access_timeout"),
+    _is("fabric_configuration", BAD, "restart_fabric_manager", "has a wrong NVLink fabric configuration",
+        m.GPU_FABRIC_FAULT, 1, last="incorrect_configuration"),
+    _is("fabric_no_partition", DEGRADED, "restart_fabric_manager", "is in no partition of its NVLink fabric",
+        m.GPU_FABRIC_FAULT, 1, last="no_partition"),
+    _is("fabric_manager_disconnected", DEGRADED, "restart_fabric_manager", "has lost its fabric manager",
+        m.GPU_FABRIC_FAULT, 1, last="manager_disconnected"),
+    Rule("sxid", BAD, "check_nvlink", "an NVSwitch had a fatal SXid within the last hour",
+         (m.NVLINK_SWITCH_SXID_LAST_TIMESTAMP_SECONDS, m.NVLINK_SWITCH_SXID_INFO), search.fatal_sxids),
     # Ports. A port without a known role counts as compute.
-    Rule(
-        "port_missing",
-        BAD,
-        "reboot_then_reseat",
-        "a compute port is gone from /sys, and is in the inventory",
-        _PORT_STATES,
-        search.lost_ports("gone", spare=False),
-    ),
-    Rule(
-        "port_missing",
-        DEGRADED,
-        "reboot_then_reseat",
-        "the same of a storage or management port",
-        _PORT_STATES,
-        search.lost_ports("gone", spare=True),
-    ),
-    Rule(
-        "port_down",
-        BAD,
-        "check_cable",
-        "a compute port that was active once is not",
-        _PORT_STATES,
-        search.lost_ports("down", spare=False),
-    ),
-    Rule(
-        "port_down",
-        DEGRADED,
-        "check_cable",
-        "the same of a storage or management port",
-        _PORT_STATES,
-        search.lost_ports("down", spare=True),
-    ),
+    Rule("port_missing", BAD, "reboot_then_reseat", "a compute port is gone from /sys, and is in the inventory",
+         _PORT_STATES, search.lost_ports("gone", spare=False)),
+    Rule("port_missing", DEGRADED, "reboot_then_reseat", "the same of a storage or management port",
+         _PORT_STATES, search.lost_ports("gone", spare=True)),
+    Rule("port_down", BAD, "check_cable", "a compute port that was active once is not",
+         _PORT_STATES, search.lost_ports("down", spare=False)),
+    Rule("port_down", DEGRADED, "check_cable", "the same of a storage or management port",
+         _PORT_STATES, search.lost_ports("down", spare=True)),
     Rule("ports_too_few", BAD, "check_cable", "fewer active ports than expected", _PORT_STATES, search.too_few_ports),
-    Rule(
-        "ports_unseen",
-        UNKNOWN,
-        "check_exporter",
-        "no port can be read where some are expected",
-        (m.INFINIBAND_PORT_PRESENT,),
-        search.unseen_ports,
-    ),
-    Rule(
-        "port_slow",
-        BAD,
-        "check_cable",
-        "a compute port runs below the rate it had, or that is expected",
-        _RATES,
-        search.slow_ports(spare=False),
-    ),
-    Rule(
-        "port_slow",
-        DEGRADED,
-        "check_cable",
-        "the same of a storage or management port",
-        _RATES,
-        search.slow_ports(spare=True),
-    ),
-    _is(
-        "port_flapping",
-        BAD,
-        "check_cable",
-        "went down and came back three times within 12 hours",
-        m.INFINIBAND_LINK_FLAPPING,
-        1,
-    ),
-    Rule(
-        "transceiver_hot",
-        DEGRADED,
-        "check_cooling",
-        f"has a transceiver above {search.HOT_TRANSCEIVER:g} degrees Celsius",
-        (m.INFINIBAND_TEMPERATURE_CELSIUS,),
-        search.hot_transceivers,
-    ),
+    Rule("ports_unseen", UNKNOWN, "check_exporter", "no port can be read where some are expected",
+         (m.INFINIBAND_PORT_PRESENT,), search.unseen_ports),
+    Rule("port_slow", BAD, "check_cable", "a compute port runs below the rate it had, or that is expected",
+         _RATES, search.slow_ports(spare=False)),
+    Rule("port_slow", DEGRADED, "check_cable", "the same of a storage or management port",
+         _RATES, search.slow_ports(spare=True)),
+    _is("port_flapping", BAD, "check_cable", "went down and came back three times within 12 hours",
+        m.INFINIBAND_LINK_FLAPPING, 1),
+    Rule("transceiver_hot", DEGRADED, "check_cooling",
+         f"has a transceiver above {search.HOT_TRANSCEIVER:g} degrees Celsius",
+         (m.INFINIBAND_TEMPERATURE_CELSIUS,), search.hot_transceivers),
     # The exporter.
-    Rule(
-        "source_failed",
-        UNKNOWN,
-        "check_exporter",
-        "a source of these numbers cannot be read",
-        (m.FLOPWATCH_COLLECTOR_SUCCESS,),
-        search.failed_sources,
-    ),
-    Rule(
-        "driver_released",
-        UNKNOWN,
-        "wait",
-        "the driver is released on request",
-        (m.FLOPWATCH_DRIVER_RELEASED,),
-        search.released_driver,
-    ),
+    Rule("source_failed", UNKNOWN, "check_exporter", "a source of these numbers cannot be read",
+         (m.FLOPWATCH_COLLECTOR_SUCCESS,), search.failed_sources),
+    Rule("driver_released", UNKNOWN, "wait", "the driver is released on request",
+         (m.FLOPWATCH_DRIVER_RELEASED,), search.released_driver),
 )
+# fmt: on
 
 
 @dataclass(frozen=True, slots=True)
@@ -447,26 +208,16 @@ class Rise:
 
 
 # NVIDIA UFM isolates a port after 3 symbol errors in 12 minutes at NDR. Within seconds, one is enough.
+# fmt: off
 RISES: tuple[Rise, ...] = (
-    Rise(
-        "ecc_uncorrected_rising",
-        BAD,
-        "drain_and_reset",
-        "counts uncorrected memory errors",
-        m.GPU_ECC_ERRORS_TOTAL,
-        but=frozenset({"corrected"}),
-    ),
+    Rise("ecc_uncorrected_rising", BAD, "drain_and_reset", "counts uncorrected memory errors",
+         m.GPU_ECC_ERRORS_TOTAL, but=frozenset({"corrected"})),
     # PCIe 5 x16 may replay 31 packets a minute: DCGM's limit of speed times lanes times 1e-12.
     Rise("pcie_replays", DEGRADED, "reseat_gpu", "replays PCIe packets", m.GPU_PCIE_REPLAYS_TOTAL, 31 / 60),
     # NVLink 4 corrects errors that its CRC finds. DCGM allows 100 a second.
-    Rise(
-        "nvlink_errors_rising",
-        DEGRADED,
-        "check_nvlink",
-        "counts NVLink errors",
-        m.NVLINK_ERRORS_TOTAL,
-        but=frozenset({"crc", "replay"}),
-    ),
+    Rise("nvlink_errors_rising", DEGRADED, "check_nvlink", "counts NVLink errors",
+         m.NVLINK_ERRORS_TOTAL, but=frozenset({"crc", "replay"})),
     Rise("symbol_errors", DEGRADED, "check_cable", "counts symbol errors", m.INFINIBAND_SYMBOL_ERRORS_TOTAL),
     Rise("link_downed", DEGRADED, "check_cable", "lost its link", m.INFINIBAND_LINK_DOWNED_TOTAL),
 )
+# fmt: on

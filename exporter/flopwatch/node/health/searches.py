@@ -10,7 +10,7 @@ from flopwatch import catalogue as m
 from flopwatch.catalogue.xid import xids
 from flopwatch.node.health.facts import NVLINK_UP, Facts, Found, Labels
 
-NVLINK_DOWN_STATES = (0, 3)
+NVLINK_DOWN = (0, 3)
 HOT_TRANSCEIVER = 70.0  # degrees Celsius, NVIDIA UFM's limit
 # The kernel prints a port's rate rounded.
 RATE_TOLERANCE = 0.99
@@ -24,7 +24,7 @@ def missing_gpus(facts: Facts) -> Iterator[Found]:
         return  # the missing ones were removed on purpose
     for gpu, present in facts.of(m.GPU_PRESENT).items():
         if not present and facts.of(m.GPU_READABLE).get(gpu, 1):
-            yield facts.part(m.GPU_PRESENT, gpu), f"{facts.named(m.GPU_PRESENT, gpu)} does not answer"
+            yield facts.found(m.GPU_PRESENT, gpu, "does not answer")
 
 
 def unloaded_driver(facts: Facts) -> Iterator[Found]:
@@ -37,9 +37,7 @@ def unreadable_gpus(facts: Facts) -> Iterator[Found]:
     """Find GPUs to which the exporter has no access."""
     for gpu, readable in facts.of(m.GPU_READABLE).items():
         if not readable and not facts.driverless:
-            name = facts.named(m.GPU_READABLE, gpu)
-            text = f"{name} cannot be read by the exporter; the GPU may be well"
-            yield facts.part(m.GPU_READABLE, gpu), text
+            yield facts.found(m.GPU_READABLE, gpu, "cannot be read by the exporter; the GPU may be well")
 
 
 def too_few_gpus(facts: Facts) -> Iterator[Found]:
@@ -61,8 +59,7 @@ def other_model(facts: Facts) -> Iterator[Found]:
     model = m.GPU_INFO.labels.index("model")
     for labels in facts.of(m.GPU_INFO):
         if facts.expected.gpu_model and labels[:2] in facts.answering and labels[model] != facts.expected.gpu_model:
-            name = facts.named(m.GPU_INFO, labels)
-            yield facts.part(m.GPU_INFO, labels), f"{name} is {labels[model]!r}, not {facts.expected.gpu_model!r}"
+            yield facts.found(m.GPU_INFO, labels, f"is {labels[model]!r}, not {facts.expected.gpu_model!r}")
 
 
 def narrow_pcie(facts: Facts) -> Iterator[Found]:
@@ -70,17 +67,15 @@ def narrow_pcie(facts: Facts) -> Iterator[Found]:
     for gpu, lanes in facts.of(m.GPU_PCIE_WIDTH_LANES).items():
         wanted = max(facts.of(m.GPU_PCIE_WIDTH_MAX_LANES).get(gpu, 0), facts.expected.pcie_width)
         if 0 < lanes < wanted:
-            name = facts.named(m.GPU_PCIE_WIDTH_LANES, gpu)
-            yield facts.part(m.GPU_PCIE_WIDTH_LANES, gpu), f"{name} has {lanes:g} of {wanted:g} PCIe lanes"
+            yield facts.found(m.GPU_PCIE_WIDTH_LANES, gpu, f"has {lanes:g} of {wanted:g} PCIe lanes")
 
 
 def slow_pcie(facts: Facts) -> Iterator[Found]:
     """Find GPUs whose PCIe generation is below the expected one."""
     for gpu, generation in facts.of(m.GPU_PCIE_GENERATION_MAX).items():
         if 0 < generation < facts.expected.pcie_generation:
-            name = facts.named(m.GPU_PCIE_GENERATION_MAX, gpu)
-            text = f"{name} can have PCIe {generation:g} where {facts.expected.pcie_generation} is expected"
-            yield facts.part(m.GPU_PCIE_GENERATION_MAX, gpu), text
+            text = f"can have PCIe {generation:g} where {facts.expected.pcie_generation} is expected"
+            yield facts.found(m.GPU_PCIE_GENERATION_MAX, gpu, text)
 
 
 def lost_nvlinks(facts: Facts) -> Iterator[Found]:
@@ -89,14 +84,11 @@ def lost_nvlinks(facts: Facts) -> Iterator[Found]:
     for labels, number in facts.of(m.NVLINK_LINKS).items():
         links[labels[:2]] += int(number) if labels[2] in NVLINK_UP else 0
     # Links that were never up are unconnected: those of a card without a bridge, or with a smaller one.
-    fallen = Counter(
-        labels[:2] for labels, state in facts.of(m.NVLINK_LINK_STATE_ID).items() if state in NVLINK_DOWN_STATES
-    )
+    fallen = Counter(labels[:2] for labels, state in facts.of(m.NVLINK_LINK_STATE_ID).items() if state in NVLINK_DOWN)
     for gpu, up in links.items():
         wanted = facts.expected.nvlinks_per_gpu or up + fallen[gpu]
         if up < wanted:
-            name = facts.named(m.NVLINK_LINKS, gpu)
-            yield facts.part(m.NVLINK_LINKS, gpu), f"{name} has {up:g} of {wanted:g} NVLinks"
+            yield facts.found(m.NVLINK_LINKS, gpu, f"has {up:g} of {wanted:g} NVLinks")
 
 
 @cache
@@ -119,29 +111,19 @@ def gpus_with_xids(driver_content: bool, *nvidia: str) -> Callable[[Facts], Iter
             content = facts.of(m.GPU_RECOVERY_ACTION_ID).get(owner) == 0
             actions = {critical_xids()[code] for code in seen}
             if content == driver_content and (not nvidia or gravest(actions) in nvidia):
-                words = f"Xid {', '.join(sorted(seen, key=int))} within the last hour"
-                yield (
-                    facts.part(m.GPU_XID_LAST_TIMESTAMP_SECONDS, owner),
-                    f"{facts.named(m.GPU_XID_LAST_TIMESTAMP_SECONDS, owner)} had {words}",
-                )
+                text = f"had Xid {', '.join(sorted(seen, key=int))} within the last hour"
+                yield facts.found(m.GPU_XID_LAST_TIMESTAMP_SECONDS, owner, text)
 
     return find
 
 
 # NVIDIA's actions, the gravest first. Other codes need a reset.
-_NVIDIA_GRAVEST = (
-    "CONTACT_SUPPORT",
-    "CHECK_MECHANICALS",
-    "RESTART_BM",
-    "RESTART_VM",
-    "WORKFLOW_NVLINK_ERR",
-    "WORKFLOW_NVLINK5_ERR",
-)
+_NVIDIA_GRAVEST = "CONTACT_SUPPORT CHECK_MECHANICALS RESTART_BM RESTART_VM WORKFLOW_NVLINK_ERR WORKFLOW_NVLINK5_ERR"
 
 
 def gravest(actions: set[str]) -> str:
     """Return NVIDIA's gravest action of a set."""
-    return next((action for action in _NVIDIA_GRAVEST if action in actions), "RESET_GPU")
+    return next((action for action in _NVIDIA_GRAVEST.split() if action in actions), "RESET_GPU")
 
 
 def lost_ports(how: str, spare: bool) -> Callable[[Facts], Iterator[Found]]:

@@ -1,8 +1,7 @@
 """Copy of the exporter's state (`--state`) for a separate look at the node.
 
-Readers compare with their state files and also write them: the inventory, and the place in the kernel log. A separate
-look must not change them. Otherwise the exporter would skip records that it never read, or meet files that belong to
-root.
+Readers also write their state files. If a separate look changed them, the exporter would skip records that it never
+read, or meet files that belong to root.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import NamedTuple
 
 from flopwatch import catalogue as m
@@ -48,10 +47,8 @@ class Judgement:
         return self.reasons[0].verdict if self.reasons else OK
 
 
-@cache
-def _known_rows() -> frozenset[str]:
-    rows = {row.name for rule in RULES for row in rule.rows} | {rise.row.name for rise in RISES}
-    return frozenset(rows | {m.GPU_INFO.name, m.INFINIBAND_INFO.name})
+_KNOWN_ROWS = {row.name for rule in RULES for row in rule.rows} | {rise.row.name for rise in RISES}
+_KNOWN_ROWS |= {m.GPU_INFO.name, m.INFINIBAND_INFO.name}
 
 
 def booted() -> float:
@@ -66,13 +63,12 @@ class Verdict:
         self, expectations: Expectations, clock: Callable[[], float] = time.time, booted: Callable[[], float] = booted
     ) -> None:
         self._expected = expectations
-        self._clock = clock
-        self._booted = booted
+        self._clock, self._booted = clock, booted
         self._logged: dict[tuple[str, ...], str] = {}
 
     def facts(self, samples: Iterable[Sample]) -> Facts:
         """Return the samples in the form that the rules use."""
-        return Facts(samples, self._expected, self._clock(), self._booted(), _known_rows())
+        return Facts(samples, self._expected, self._clock(), self._booted(), _KNOWN_ROWS)
 
     def judge(self, samples: Iterable[Sample]) -> Judgement:
         """Return what is wrong with the node of these samples."""
@@ -92,9 +88,7 @@ class Verdict:
         judgement = self.judge(samples)
         self._log(judgement)
         derived: list[Sample] = [(m.HOST_VERDICT_ID, (), _WEIGHT[judgement.verdict])]
-        derived += [
-            (m.HOST_VERDICT_REASON, (one.reason, one.part, one.verdict, one.action), 1) for one in judgement.reasons
-        ]
+        derived += [(m.HOST_VERDICT_REASON, one[:4], 1) for one in judgement.reasons]
         expected = self._expected
         parts = {
             "gpus": expected.gpus,
@@ -129,14 +123,13 @@ def _rises(before: Facts, after: Facts, seconds: float) -> Iterator[Reason]:
         for labels, number in after.of(rise.row).items():
             more = number - before.of(rise.row).get(labels, number)
             if more > rise.per_second * seconds and labels[-1] not in rise.but:
-                name = after.named(rise.row, labels)
-                detail = f"{name} {rise.text} ({more:g} in {seconds:g} s)"
-                yield Reason(rise.reason, after.part(rise.row, labels), rise.verdict, rise.action, detail)
+                part, detail = after.found(rise.row, labels, f"{rise.text} ({more:g} in {seconds:g} s)")
+                yield Reason(rise.reason, part, rise.verdict, rise.action, detail)
 
 
 def learn(samples: Iterable[Sample]) -> Expectations:
     """Return the shape of the node of these samples: what answers and is active now."""
-    facts = Facts(samples, Expectations(), 0, 0, _known_rows())
+    facts = Facts(samples, Expectations(), 0, 0, _KNOWN_ROWS)
     model = m.GPU_INFO.labels.index("model")
     models = {labels[model] for labels in facts.of(m.GPU_INFO) if labels[:2] in facts.answering}
     up: dict[Labels, float] = {}

@@ -7,7 +7,6 @@ source, so it imports as little as possible.
 
 from __future__ import annotations
 
-import importlib
 import json
 import logging
 import os
@@ -16,8 +15,9 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from pkgutil import resolve_name
 from queue import SimpleQueue
-from typing import Any
+from typing import IO, Any
 
 from flopwatch.catalogue import Metric, Sample
 from flopwatch.node.collectors import AccessLost, Collector, RestartReader, Unsupported
@@ -60,13 +60,7 @@ def _listen(requests: SimpleQueue[bool]) -> None:
     os._exit(0)
 
 
-def _build(factory: str, arguments: Mapping[str, str]) -> Collector:
-    module, _, function = factory.partition(":")
-    collector: Collector = getattr(importlib.import_module(module), function)(**arguments)
-    return collector
-
-
-def _answer_requests(factory: str, arguments: Mapping[str, str], pipe: int) -> None:
+def _answer_requests(factory: str, arguments: Mapping[str, str], pipe: IO[bytes]) -> None:
     requests: SimpleQueue[bool] = SimpleQueue()
     threading.Thread(target=_listen, args=(requests,), daemon=True).start()
     statm = os.open("/proc/self/statm", os.O_RDONLY)
@@ -79,7 +73,7 @@ def _answer_requests(factory: str, arguments: Mapping[str, str], pipe: int) -> N
         kind, reason, line, last = "", "", "", False
         try:
             if collector is None:
-                collector = _build(factory, arguments)
+                collector = resolve_name(factory)(**arguments)
             samples = collector.read()
         except Unsupported as error:
             kind, reason = "unsupported", str(error)
@@ -103,17 +97,13 @@ def _answer_requests(factory: str, arguments: Mapping[str, str], pipe: int) -> N
         last_reason = reason
         if not line:
             line = json.dumps(header | failed)
-        _write(pipe, f"{line}\n".encode())
+        pipe.write(f"{line}\n".encode())
+        pipe.flush()
         if last:
             break
     close = getattr(collector, "close", None)
     if close is not None:
         close()
-
-
-def _write(pipe: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(pipe, data) :]
 
 
 def main() -> None:
@@ -123,7 +113,7 @@ def main() -> None:
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     # A driver library may print on stdout, which must not mix with the answers.
-    pipe = os.dup(1)
+    pipe = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     _answer_requests(sys.argv[1], json.loads(sys.argv[2]), pipe)
 

@@ -4,7 +4,7 @@ Until 4.8.4: default-counters.csv and internal/pkg/rendermetrics of https://gith
 From 4.9: its release notes (https://newreleases.io/project/github/NVIDIA/dcgm-exporter/release/4.9.0), dcgm_fields.h
 4.6.0 of https://github.com/NVIDIA/DCGM (72fa3fe), its 4.6.1 preview in https://github.com/NVIDIA/go-dcgm (b7fa315), and
 quotations of the field reference for 4.7 (1613-1628, 1648). What these do not mention, types included, is as in 4.8.
-`Hostname` became `hostname` in 4.8.3, and the old names carry both. A GPU with several owners has one series per owner.
+`Hostname` became `hostname` in 4.8.3, and the old names carry both.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Samples in the Prometheus text format 0.0.4 or OpenMetrics 1.0, with a cached prefix per series.
 
 Formats: https://prometheus.io/docs/instrumenting/exposition_formats/ and
-https://prometheus.io/docs/specs/om/open_metrics_spec/, which differ in the headers and the closing `# EOF` only. Cached
-prefixes take a tenth of the time of prometheus_client's objects. The sample of a histogram has one more label value
-than its row: the upper bound of the bucket as written in `le`, or `sum`, or `count`, in that order.
+https://prometheus.io/docs/specs/om/open_metrics_spec/. Cached prefixes take a tenth of the time of prometheus_client's
+objects. The sample of a histogram has one more label value than its row: the upper bound of the bucket as written in
+`le`, or `sum`, or `count`, in that order.
 """
 
 from __future__ import annotations

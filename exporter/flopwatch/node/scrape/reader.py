@@ -28,8 +28,7 @@ from flopwatch.settings import ExporterSettings
 log = logging.getLogger(__name__)
 
 MAX_BACKOFF = 60.0  # seconds before a child that died is replaced
-# A child with more resident bytes is replaced, at most once in RECYCLE_AFTER seconds: a driver library may need that
-# much from the start, and must not be loaded again at every scrape.
+# A child with more resident bytes is replaced, at most once in RECYCLE_AFTER seconds: a driver may need that much.
 RESIDENT_LIMIT = 192 << 20
 RECYCLE_AFTER = 600.0
 
@@ -42,9 +41,8 @@ class Reading:
     """Result of one read of a source.
 
     A reading that is not ok has a `kind`: deadline, exited, error, blind (which may have samples) or released. `reason`
-    is the kind, the text of the error, or why the source is not supported. `duration` is that of the read in seconds,
-    `at` the Unix time of its end, `age` the seconds since then. `restarts` has the reason of every replacement of a
-    child since the last reading.
+    is the kind, the text of the error, or why the source is not supported. `duration` and `age` are in seconds, `at` is
+    the Unix time of the end. `restarts` has the reason of every replacement of a child since the last reading.
     """
 
     samples: list[Sample] = field(default_factory=list)
@@ -77,10 +75,9 @@ class Reader:
     `driver` marks a source with open driver handles, `secondary` a source whose samples are used only where no source
     before it has the same row of the same GPU or port.
 
-    A child that hangs for `kill_after` seconds is sent SIGTERM, and SIGKILL `grace` seconds later. If it survives that
-    (a call in uninterruptible sleep), it is abandoned and replaced, unless another one is abandoned already. A child
-    that died is replaced after `backoff` seconds, which double with each death in a row. An answer older than
-    `stale_after` seconds is ignored.
+    A child that hangs for `kill_after` seconds is sent SIGTERM, and SIGKILL `grace` seconds later. One child that
+    survives that (a call in uninterruptible sleep) is abandoned and replaced. A child that died is replaced after
+    `backoff` seconds, doubled with each death in a row. An answer older than `stale_after` seconds is ignored.
     """
 
     def __init__(

@@ -43,9 +43,8 @@ ANSWER_MARGIN = 0.2
 
 FAILURES = ("deadline", "exited", "error", "blind")
 
-# Series allowed per MIG instance, (gpu, uuid), (device, port), (run, rank), and per run for families of one rank only.
-# Over budget, rows that are not `key` are dropped first, from the end of the catalogue, then `key` rows in the same
-# order. A histogram is dropped as a whole.
+# Maximum number of series by the labels of their owner. Over budget, rows that are not `key` are dropped first, from
+# the end of the catalogue, then `key` rows in the same order. A histogram is dropped as a whole.
 MIG = (*m.GPU, "gpu_instance")
 BUDGETS: dict[tuple[str, ...], tuple[str, int]] = {
     MIG: ("mig", 20),
@@ -57,16 +56,15 @@ BUDGETS: dict[tuple[str, ...], tuple[str, int]] = {
 _ROWS = {row.name: row for row in m.all_metrics()}
 _DROP_ORDER = {row.name: (row.key, -position) for position, row in enumerate(m.all_metrics())}
 
-
 Key = tuple[Metric, tuple[str, ...]]  # row and label values of a series
+Part = tuple[str, bool, list[Key]]  # name of a source, whether it is secondary, and its series
 Result = TypeVar("Result")
 
 
 class SampleSource(Protocol):
     """Source of samples: a reader process, the training telemetry or the embedded ledger.
 
-    A source with a true attribute `secondary` fills gaps. Its samples of a row are dropped for each GPU or port for
-    which an earlier source has this row.
+    A source with a true attribute `secondary` fills gaps: a row of a GPU or port that an earlier source has is dropped.
     """
 
     @property
@@ -125,17 +123,8 @@ def over_budget(keys: Sequence[Key]) -> tuple[set[int], Counter[str]]:
     return left_out, dropped
 
 
-def within_budget(samples: list[Sample]) -> tuple[list[Sample], Counter[str]]:
-    """Return the samples within the budgets, and the number of dropped ones for each budget."""
-    left_out, dropped = over_budget([(row, labels) for row, labels, _ in samples])
-    return without(samples, left_out), dropped
-
-
-def overlap(parts: Sequence[tuple[str, bool, list[Key]]]) -> tuple[set[int], Counter[str]]:
-    """Return the positions of series to drop, counted over all parts, and the number of duplicates of each source.
-
-    A part is the name of a source, whether it is secondary, and its series.
-    """
+def overlap(parts: Sequence[Part]) -> tuple[set[int], Counter[str]]:
+    """Return the positions of series to drop, counted over all parts, and the number of duplicates of each source."""
     left_out: set[int] = set()
     twice: Counter[str] = Counter()
     seen: set[tuple[str, tuple[str, ...]]] = set()
@@ -253,11 +242,8 @@ class Scrape:
     ) -> None:
         # Creation timestamps would double the families of self-metrics.
         prometheus.disable_created_metrics()  # type: ignore[no-untyped-call]
-        self._settings = settings
-        self._clock = clock
-        self._registry = registry
-        self._also = also
-        self._derive = derive
+        self._settings, self._registry, self._clock = settings, registry, clock
+        self._also, self._derive = also, derive
         self._failing: set[str] = set()
         self._exposition, self._own = Exposition(), Exposition()
         self._compatibility = _compatibility(settings.expose, clock) if settings.expose else None
@@ -316,7 +302,7 @@ class Scrape:
         if tasks:
             await asyncio.wait(tasks, timeout=deadline + ANSWER_MARGIN)
         now = self._clock()
-        parts: list[tuple[str, bool, list[Key]]] = []
+        parts: list[Part] = []
         samples: list[Sample] = []
         for state in self._states:
             if state.task is not None and now > state.deadline + ANSWER_MARGIN:
@@ -326,7 +312,7 @@ class Scrape:
                 samples += state.samples
         return self._within_budget(self._merged(parts, samples))
 
-    def _merged(self, parts: list[tuple[str, bool, list[Key]]], samples: list[Sample]) -> list[Sample]:
+    def _merged(self, parts: list[Part], samples: list[Sample]) -> list[Sample]:
         """Return the samples of all parts, each series once, with further and derived samples."""
         keys = [keys for _, _, keys in parts]
         if len(keys) != len(self._parts) or any(a is not b for a, b in zip(keys, self._parts, strict=True)):

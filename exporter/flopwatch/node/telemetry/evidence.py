@@ -40,7 +40,7 @@ HOST_PIDS = 0xEFFFFFFC
 
 _ACTIVE = (4, 5)  # InfiniBand port states
 _LINK_DOWN = (0, 3)  # NVLink states
-_NOT_FOR_TRAINING = ("management",)
+_IDLE_ROLES = ("management",)
 _NVLINK_ERRORS = "recovery recovery_failed malformed_packet buffer_overrun remote general local_integrity"
 _THROTTLED = "sw_thermal_slowdown hw_thermal_slowdown hw_power_brake_slowdown thermal"
 _NIC_EVENTS = "cable_unplugged nic_health_compromised nic_transmit_timeout"
@@ -59,7 +59,6 @@ _RISES: dict[str, tuple[str, frozenset[str] | None]] = {
     m.INFINIBAND_INVARIANT_CRC_ERRORS_TOTAL.name: ("link_errors", None),
     m.HOST_KERNEL_EVENTS_TOTAL.name: ("nic", frozenset(_NIC_EVENTS.split())),
 }
-_OOM_KILL = "oom_kill"
 # Gauges by kind of evidence, and whether a value is healthy.
 _STATES: dict[str, tuple[str, Callable[[float], bool]]] = {
     m.GPU_PRESENT.name: ("gpu_missing", lambda value: value == 1),
@@ -189,9 +188,7 @@ class EvidenceLog:
         if self._first is None:
             self._first = now
         role = m.INFINIBAND_INFO.labels.index("role")
-        idle = {
-            labels[:2] for row, labels, _ in samples if row is m.INFINIBAND_INFO and labels[role] in _NOT_FOR_TRAINING
-        }
+        idle = {labels[:2] for row, labels, _ in samples if row is m.INFINIBAND_INFO and labels[role] in _IDLE_ROLES}
         news: dict[EvidencePlace, float] = {}
         present = {labels for name, labels in before if name in (m.GPU_PRESENT.name, m.INFINIBAND_PORT_STATE_ID.name)}
         counts = {(row.name, labels): value for row, labels, value in samples if row.name in _COUNTS}
@@ -206,7 +203,8 @@ class EvidenceLog:
             key = name, owner + labels[2:]
             last = before.get(key)
             before[key] = value
-            if last is None and owner in present and _silent_until_the_first(row):
+            # A series of these rows exists only after an event.
+            if last is None and owner in present and (row is m.NVLINK_LINK_STATE_ID or getattr(row, "quiet", False)):
                 last = 0.0 if name in _RISES else 1.0
             if last is None:
                 continue
@@ -244,7 +242,7 @@ class EvidenceLog:
     def _risen(self, row: Metric, labels: tuple[str, ...], by: float, now: float) -> tuple[EvidencePlace, float]:
         """Return place and number of the events of a counter that rose by `by`; the number is 0 for no event."""
         kind, wanted = _RISES[row.name]
-        if row is m.HOST_KERNEL_EVENTS_TOTAL and labels[-1] == _OOM_KILL:
+        if row is m.HOST_KERNEL_EVENTS_TOTAL and labels[-1] == "oom_kill":
             kind = "host_oom"
         place = _place(kind, row, labels)
         first = now if self._first is None else self._first
@@ -267,11 +265,6 @@ class EvidenceLog:
 def _owner(row: Metric, labels: tuple[str, ...]) -> tuple[str, ...]:
     """Return the identity of a GPU or port, without the index of a GPU, which can change."""
     return labels[1:2] if row.labels[:2] == m.GPU else labels[:2]
-
-
-def _silent_until_the_first(row: Metric) -> bool:
-    """Return whether a series of this row exists only after an event."""
-    return row is m.NVLINK_LINK_STATE_ID or getattr(row, "quiet", False)
 
 
 def _place(kind: str, row: Metric, labels: tuple[str, ...]) -> EvidencePlace:

@@ -9,12 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import random
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 import prometheus_client as prometheus
@@ -23,7 +21,7 @@ from flopwatch import catalogue as m
 from flopwatch.http.client import client, read, reason, url_tls
 from flopwatch.ledger.record import RecordError
 from flopwatch.ledger.store import Store
-from flopwatch.node.collectors import StateFile
+from flopwatch.node.collectors import StateFile, replace_file
 from flopwatch.node.scrape.reader import Reading
 from flopwatch.node.scrape.scrape import self_counter
 from flopwatch.node.telemetry import evidence
@@ -66,9 +64,7 @@ class Embedded:
     name = "ledger"
 
     def __init__(self, store: Store, outcomes: Outcomes, now: Callable[[], float] = time.time) -> None:
-        self.store = store
-        self._outcomes = outcomes
-        self._now = now
+        self.store, self._outcomes, self._now = store, outcomes, now
 
     def take(self, key: AttemptKey, records: list[Record], *, again: bool = False) -> bool:
         """Apply records, and return whether the ledger settled them, by accepting or refusing."""
@@ -113,12 +109,9 @@ class Remote:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._url = url.rstrip("/") + "/v1/snapshots"
-        self._token_file = token_file
-        self._spool = spool
-        self._outcomes = outcomes
-        self._interval = interval
-        self._clock = clock
-        self._ca_file = ca_file
+        self._token_file, self._ca_file = token_file, ca_file
+        self._spool, self._outcomes = spool, outcomes
+        self._interval, self._clock = interval, clock
         self._next: dict[tuple[str, str], float] = {}
         self._backoff = 0.0
         self._retry_at = 0.0
@@ -127,9 +120,8 @@ class Remote:
     def take(self, key: AttemptKey, records: list[Record], *, again: bool = False) -> bool:
         """Keep the newest records of an attempt until they are sent, and return True.
 
-        They are also written to disk if they are the last ones, or while the ledger is unreachable. With `again`,
-        records are sent once more with further evidence. If newer records are pending, only this evidence is added:
-        after a kill, the saved state may be older than the spool.
+        They are also written to disk if they are the last ones, or while the ledger is unreachable. With `again`, only
+        the evidence is new. It is added to newer pending records, which exist after a kill.
         """
         *before, last = self._pending.get(key, records)
         if again and last["t"] >= records[-1]["t"]:
@@ -225,15 +217,10 @@ class Remote:
         return self._spool / f"{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]}.json"
 
     def _write(self, key: AttemptKey) -> None:
-        path = self._path(key)
-        temporary = path.with_suffix(".tmp")
         try:
             self._spool.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(json.dumps(self._pending[key]))
-            os.replace(temporary, path)
+            replace_file(self._path(key), json.dumps(self._pending[key]))
         except OSError as error:
-            with suppress(OSError):
-                temporary.unlink()  # half a file on a full disk
             self._outcomes.add("failed", 0, f"the spool is not writable: {error}")
 
     def _forget(self, key: AttemptKey) -> None:
@@ -255,9 +242,7 @@ class Forward:
         memory: StateFile | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._telemetry = telemetry
-        self._ledger = ledger
-        self._tick = tick
+        self._telemetry, self._ledger, self._tick = telemetry, ledger, tick
         self._memory = memory  # of evidence, across a restart
         self._clock = clock
         self._saved = clock()

@@ -17,19 +17,9 @@ from itertools import pairwise
 
 from google.protobuf import json_format
 from google.protobuf.message import DecodeError
-from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
-    ExportMetricsPartialSuccess,
-    ExportMetricsServiceRequest,
-    ExportMetricsServiceResponse,
-)
+from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2 as service
 from opentelemetry.proto.common.v1.common_pb2 import KeyValue
-from opentelemetry.proto.metrics.v1.metrics_pb2 import (
-    AGGREGATION_TEMPORALITY_CUMULATIVE,
-    HistogramDataPoint,
-    NumberDataPoint,
-    ResourceMetrics,
-)
-from opentelemetry.proto.metrics.v1.metrics_pb2 import Metric as OtlpMetric
+from opentelemetry.proto.metrics.v1 import metrics_pb2 as wire
 
 from flopwatch import catalogue as m
 from flopwatch.catalogue import Metric, Sample
@@ -105,22 +95,22 @@ def inflate(body: bytes) -> bytes:
     return content
 
 
-def decode(body: bytes, media: str) -> ExportMetricsServiceRequest:
+def decode(body: bytes, media: str) -> service.ExportMetricsServiceRequest:
     """Return the request in a body of this media type. Raises Refused."""
     try:
         if media == PROTOBUF:
-            return ExportMetricsServiceRequest.FromString(body)
+            return service.ExportMetricsServiceRequest.FromString(body)
         if body.lstrip()[:1] != b"{":  # json_format would look for fields in it
             raise json_format.ParseError("no JSON object")
         # Ids of exemplars are hexadecimal in OTLP/JSON, and json_format reads base64. They are not used here.
-        return json_format.Parse(body, ExportMetricsServiceRequest(), ignore_unknown_fields=True)
+        return json_format.Parse(body, service.ExportMetricsServiceRequest(), ignore_unknown_fields=True)
     except (DecodeError, json_format.ParseError, UnicodeError, RecursionError) as error:
         raise Refused("malformed", f"the body is not an OTLP metrics request in {media}: {error}"[:500]) from None
 
 
 def response(media: str, refused: int, message: str) -> bytes:
     """Return the response to an accepted request, with a partial success if points were refused."""
-    answer = ExportMetricsServiceResponse()
+    answer = service.ExportMetricsServiceResponse()
     if message:
         answer.partial_success.rejected_data_points = refused
         answer.partial_success.error_message = message
@@ -131,11 +121,11 @@ def status(media: str, message: str) -> bytes:
     """Return a google.rpc.Status, the body of an OTLP error."""
     if media == PROTOBUF:
         # The same two fields with the same numbers and types (1 integer, 2 text) as google.rpc.Status.
-        return ExportMetricsPartialSuccess(error_message=message).SerializeToString()
+        return service.ExportMetricsPartialSuccess(error_message=message).SerializeToString()
     return json.dumps({"message": message}).encode()
 
 
-def push(resource: ResourceMetrics, *, host: str, gpus: frozenset[str] | None, now: float) -> Push:
+def push(resource: wire.ResourceMetrics, *, host: str, gpus: frozenset[str] | None, now: float) -> Push:
     """Return the push of one process. Raises Refused if its identity is missing or malformed.
 
     `host` is the name of this host, which a process in a container does not know. `gpus` are the UUIDs of its GPUs,
@@ -208,7 +198,7 @@ def _identity(sent: _Attributes, now: float) -> tuple[str, str, str, int, float,
     return tenant, run, attempt, rank, started, status
 
 
-def points(resource: ResourceMetrics) -> int:
+def points(resource: wire.ResourceMetrics) -> int:
     """Return the number of data points of one process."""
     return sum(len(list(_points(metric))) for scope in resource.scope_metrics for metric in scope.metrics)
 
@@ -241,7 +231,7 @@ def _printable(text: str) -> bool:
     return len(text) <= MAX_TEXT and text.isprintable()
 
 
-def _points(metric: OtlpMetric) -> Iterator[tuple[Metric | None, NumberDataPoint | HistogramDataPoint, str]]:
+def _points(metric: wire.Metric) -> Iterator[tuple[Metric | None, wire.NumberDataPoint | wire.HistogramDataPoint, str]]:
     """Yield the points of a metric with their catalogue row, and the reason to refuse them or an empty text."""
     kind = metric.WhichOneof("data")
     if kind is None:
@@ -252,7 +242,7 @@ def _points(metric: OtlpMetric) -> Iterator[tuple[Metric | None, NumberDataPoint
         problem = "not a training family of this release's catalogue"
     elif kind != _DATA[row.type]:
         problem = f"a {row.type} arrives as {_DATA[row.type]}, not as {kind}"
-    elif kind != "gauge" and data.aggregation_temporality != AGGREGATION_TEMPORALITY_CUMULATIVE:
+    elif kind != "gauge" and data.aggregation_temporality != wire.AGGREGATION_TEMPORALITY_CUMULATIVE:
         problem = "only cumulative values are taken"
     elif kind == "sum" and not data.is_monotonic:
         problem = "a counter is monotonic"
@@ -278,9 +268,9 @@ def _labels(row: Metric, attributes: Iterable[KeyValue], stamped: dict[str, str]
     return {label: sent.get(label, "") for label in row.labels}
 
 
-def _numbers(row: Metric, point: NumberDataPoint | HistogramDataPoint) -> list[tuple[tuple[str, ...], float]]:
+def _numbers(row: Metric, point: wire.NumberDataPoint | wire.HistogramDataPoint) -> list[tuple[tuple[str, ...], float]]:
     """Return the numbers of a point, each with the label values that it adds: none, or the part of a histogram."""
-    if isinstance(point, NumberDataPoint):
+    if isinstance(point, wire.NumberDataPoint):
         kind = point.WhichOneof("value")
         if kind is None:
             raise Refused("partial", "a point without a value")

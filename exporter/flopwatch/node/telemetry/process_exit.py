@@ -15,12 +15,13 @@ from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
+from flopwatch.node.collectors.cgroup import stat
+
 _GET_INFO = 0xC040FF0B  # PIDFD_GET_INFO: _IOWR(0xFF, 11, 64 bytes)
 _INFO = struct.Struct("=QQ11Ii")  # mask, cgroup, pids and owners, exit code
 _EXIT = 1 << 3
 
 Process = tuple[int, int]  # pid in the innermost namespace, start in clock ticks since boot
-
 
 # States of proc(5) in which a process cannot run. Not t: a debugger stopped it on purpose.
 BLOCKED = {"T": "stopped", "D": "uninterruptible"}
@@ -40,18 +41,12 @@ def process_state(pid: int, start_ticks: int) -> str:
     except PermissionError:
         pass
     try:
-        fields = _stat(f"/proc/{pid}")
+        fields = stat(pid)
     except ProcessLookupError:
         return "X"
     except OSError:
         return ""  # hidden (hidepid), but kill() found it
     return fields[0] if start_ticks in (0, int(fields[19])) else "X"
-
-
-def _stat(process: str | Path) -> list[str]:
-    """Return the fields of /proc/PID/stat from the state on. The command name before it may contain anything."""
-    with open(f"{process}/stat", "rb") as file:
-        return file.read().decode(errors="replace").rpartition(")")[2].split()
 
 
 class ProcessWatch:
@@ -91,7 +86,7 @@ class ProcessWatch:
 
     def _of_zombie(self) -> int:
         with suppress(OSError, ValueError, IndexError):
-            fields = _stat(f"/proc/{self._pid}")
+            fields = stat(self._pid)
             if fields[0] == "Z" and self._start_ticks in (0, int(fields[19])):
                 return int(fields[49])
         return 0
@@ -111,7 +106,6 @@ class ProcessWatch:
             self._fd = -1
 
     def __del__(self) -> None:
-        """Close the file descriptor."""
         self.close()
 
 
@@ -129,7 +123,7 @@ def pids(wanted: Collection[Process], proc: Path = Path("/proc")) -> dict[Proces
         if not process.name.isdecimal():
             continue
         with suppress(OSError, ValueError, IndexError):
-            start = int(_stat(process)[19])
+            start = int(stat(int(process.name), proc)[19])
             if start in starts:
                 status = (process / "status").read_text(errors="replace")
                 inner = next((line for line in status.splitlines() if line.startswith("NSpid:")), "").split()[-1]

@@ -129,9 +129,7 @@ class Telemetry:
     ) -> None:
         self._settings = settings
         self._evidence_log = evidence_log if evidence_log is not None else EvidenceLog(now)
-        self._gpus = gpus
-        self._clock = clock
-        self._now = now
+        self._gpus, self._clock, self._now = gpus, clock, now
         self._lock = threading.Lock()
         self._attempts: dict[AttemptKey, _Attempt] = {}
         self._ended: dict[AttemptKey, _Ended] = {}
@@ -434,11 +432,8 @@ def _blocked(rank: _Rank, clock: float) -> list[Sample]:
     """Return the seconds for which the process of a rank has been blocked, by kind; no sample if it is not observed."""
     if rank.watch is None or not rank.watch.state:
         return []
-    names, state, seconds = (
-        (rank.push.run, str(rank.push.rank)),
-        BLOCKED.get(rank.watch.state),
-        clock - rank.watch.since,
-    )
+    names, state = (rank.push.run, str(rank.push.rank)), BLOCKED.get(rank.watch.state)
+    seconds = clock - rank.watch.since
     return [
         (m.HOST_PROCESS_BLOCKED_SECONDS, (*names, way), seconds if state == way else 0.0) for way in BLOCKED.values()
     ]

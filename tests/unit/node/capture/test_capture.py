@@ -239,7 +239,7 @@ def test_nothing_that_names_the_node_is_left_anywhere_in_a_capture(
 
 def test_masks_keep_the_shape_and_leave_alone_what_identifies_no_one() -> None:
     masker = Masker(["node17.cluster.example"], ["acme"])
-    assert masker.serial("1650124010003") == "0000000000001"
+    assert masker.word("serial", "1650124010003") == "0000000000001"
     assert [
         masker.text(text)
         for text in (

@@ -28,17 +28,17 @@ from flopwatch.catalogue import (
     all_metrics,
 )
 from flopwatch.node.collectors import Unsupported
-from flopwatch.node.collectors.infiniband import (
-    MAX_PORTS,
-    Infiniband,
-    build,
+from flopwatch.node.collectors.infiniband import MAX_PORTS, Infiniband, build, default_routes
+from flopwatch.node.collectors.infiniband.files import (
     counter,
-    default_routes,
+    local_identifier,
+    operational_state,
     physical_state,
     rate,
+    risen,
     state,
+    temperature,
 )
-from flopwatch.node.collectors.infiniband.files import local_identifier, operational_state, risen, temperature
 from flopwatch.node.collectors.infiniband.port import COUNTERS
 from flopwatch.simulate.h100 import DEVICES, PCI_BUSES
 from flopwatch.simulate.node import SimulatedNode

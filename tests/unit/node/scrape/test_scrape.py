@@ -27,9 +27,10 @@ from flopwatch.node.scrape.scrape import (
     SampleSource,
     Scrape,
     _owner,
+    over_budget,
     scrape_timeout,
     well_formed,
-    within_budget,
+    without,
 )
 from flopwatch.settings import ExporterSettings
 from tests.support.machine import PATIENCE
@@ -512,6 +513,12 @@ def test_a_sample_that_does_not_fit_its_row_is_never_served_and_is_an_error(brok
     assert not any(series.startswith(("gpu_temperature", "gpu_energy")) for series in served)
     assert served['flopwatch_collector_success{collector="nvml"}'] == 0
     assert served['flopwatch_collector_failures_total{collector="nvml",reason="error"}'] == 1
+
+
+def within_budget(samples: list[Sample]) -> tuple[list[Sample], dict[str, int]]:
+    """Return the samples that the budgets keep, and the number of dropped ones for each budget."""
+    left_out, dropped = over_budget([(row, labels) for row, labels, _ in samples])
+    return without(samples, left_out), dict(dropped)
 
 
 def test_series_over_budget_are_dropped_in_the_declared_order_and_counted() -> None:

@@ -2,10 +2,9 @@
 
 Source of what NVML lacks: activity before Hopper, NVSwitches, the chassis, module power. `fields.py` maps fields to
 series, `abi.py` calls libdcgm. https://docs.nvidia.com/datacenter/dcgm/latest/. Activity requires a data center card of
-Volta or later, and a host engine that runs as root with its profiling module (package
-datacenter-gpu-manager-4-proprietary). On Ampere and older not all activities can be counted together. While another
-tool holds the hardware counters (`dcgmi profile --pause`, Nsight) DCGM returns blanks. The counters then do not rise,
-and flopwatch_profiling_paused is 1. NVSwitches require the host engine as root, too.
+Volta or later and the host engine's profiling module, and NVSwitches a host engine that runs as root. While another
+tool holds the hardware counters (`dcgmi profile --pause`, Nsight), the counters do not rise and
+flopwatch_profiling_paused is 1.
 """
 
 from __future__ import annotations
@@ -20,32 +19,12 @@ from pathlib import Path
 from flopwatch import catalogue as m
 from flopwatch.catalogue import Sample
 from flopwatch.node.collectors import Unsupported, read_inventory
-from flopwatch.node.collectors.dcgm import abi as abi
+from flopwatch.node.collectors.dcgm import abi, fields
 from flopwatch.node.collectors.dcgm.abi import LIBRARY, PAUSED, DcgmError, Library, Session, Value
-from flopwatch.node.collectors.dcgm.fields import (
-    CHASSIS,
-    COMPUTE_CAPABILITY,
-    CPU_STATE,
-    GPU_IDENTITY,
-    GPU_STATE,
-    LINK_ERRORS,
-    LINK_STATE,
-    LINK_STATES,
-    NVML_INDEX,
-    NVML_PROFILES_FROM,
-    PROFILING,
-    SLOWDOWN_LIMIT,
-    SWITCH_PCI,
-    SWITCH_STATE,
-    TRAFFIC,
-    UUID,
-    DcgmField,
-)
 
 log = logging.getLogger(__name__)
 
-# Seconds between two samples of the host engine. With scrapes every 15 s, means over longer times cost less and leave
-# out less time than means over one second.
+# Seconds between two samples of the host engine. Means over one second would cost more and leave out more time.
 SAMPLED_EVERY = 10.0
 # Maximum time between two samples, in seconds, for which the mean of the second one may count.
 MAX_HOLD = 60.0
@@ -54,9 +33,6 @@ CONNECT_TIMEOUT = 1.5
 BACKOFF, MAX_BACKOFF = 1.0, 60.0
 # Maximum series of links with errors for each NVSwitch.
 MAX_LINK_SERIES = 16
-
-# dcgm_link_t: the kind of its owner in bits 0-7, the link's number in 8-23, the owner in 24-31.
-_LINK_OF_A_SWITCH = abi.SWITCH
 
 Key = tuple[int, int]  # kind of entity and its id
 
@@ -86,7 +62,7 @@ class DcgmActivity:
         if self.at is not None and at <= self.at:
             return
         # A missing part that was there before makes the interval a gap of all parts.
-        whole = self.totals.keys() - TRAFFIC <= means.keys()
+        whole = self.totals.keys() - fields.TRAFFIC <= means.keys()
         interval = 0.0 if self.at is None or not whole else at - self.at
         interval = interval if interval <= MAX_HOLD else SAMPLED_EVERY
         self.at = at
@@ -102,7 +78,7 @@ class DcgmActivity:
         if not self.totals:
             return
         yield m.GPU_PROFILED_SECONDS_TOTAL, labels, self.profiled
-        for each in PROFILING:
+        for each in fields.PROFILING:
             total = self.totals.get(each.id)
             if total is not None and (total > 0 or each.row is not m.GPU_PIPE_ACTIVE_SECONDS_TOTAL):
                 yield each.row, (*labels, *each.labels), total / each.row.scale
@@ -136,20 +112,15 @@ class _Watched:
 
 
 class Dcgm:
-    """Collector of the host engine at `address`.
-
-    `load` opens libdcgm. `gpus` is the inventory that gives a GPU's index by its uuid.
-    """
+    """Collector of the host engine at `address`; `load` opens libdcgm, and `gpus` is the inventory file of GPUs."""
 
     name = "dcgm"
 
     def __init__(
         self, address: str, gpus: Path, load: Callable[[], Library], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._address = address
-        self._gpus = gpus
-        self._load = load
-        self._clock = clock
+        self._address, self._gpus = address, gpus
+        self._load, self._clock = load, clock
         self._engine: Library | None = None
         self._session: Session | None = None
         self._watched: dict[int, list[_Watched]] = {}
@@ -210,20 +181,21 @@ class Dcgm:
         """Find the entities, and make the host engine sample their fields."""
         gpus = tuple((abi.GPU, id) for id in session.gpus())
         switches = tuple((abi.SWITCH, id) for id in session.entities(abi.SWITCH))
-        links = tuple((abi.LINK, id) for id in session.entities(abi.LINK) if id & 0xFF == _LINK_OF_A_SWITCH)
+        # dcgm_link_t: the kind of its owner in bits 0-7, the link's number in 8-23, the owner in 24-31.
+        links = tuple((abi.LINK, id) for id in session.entities(abi.LINK) if id & 0xFF == abi.SWITCH)
         cpus = tuple((abi.CPU, id) for id in session.entities(abi.CPU))
-        self._ask(session, gpus, (*GPU_IDENTITY, *(each.id for each in GPU_STATE), *CHASSIS))
-        self._ask(session, switches, (*SWITCH_PCI, *(each.id for each in SWITCH_STATE)))
-        self._ask(session, links, (LINK_STATE, *LINK_ERRORS))
-        self._ask(session, cpus, tuple(each.id for each in CPU_STATE))
+        self._ask(session, gpus, (*fields.GPU_IDENTITY, *(each.id for each in fields.GPU_STATE), *fields.CHASSIS))
+        self._ask(session, switches, (*fields.SWITCH_PCI, *(each.id for each in fields.SWITCH_STATE)))
+        self._ask(session, links, (fields.LINK_STATE, *fields.LINK_ERRORS))
+        self._ask(session, cpus, tuple(each.id for each in fields.CPU_STATE))
         session.update()
-        self._ask(session, self._profiled_by_dcgm(session, gpus), tuple(each.id for each in PROFILING))
+        self._ask(session, self._profiled_by_dcgm(session, gpus), tuple(each.id for each in fields.PROFILING))
         session.update()
         if not self._watched and session.refusal is not None:
             raise session.refusal
 
-    def _ask(self, session: Session, pairs: tuple[Key, ...], fields: tuple[int, ...]) -> None:
-        accepted = session.watch(pairs, fields, SAMPLED_EVERY) if pairs else ()
+    def _ask(self, session: Session, pairs: tuple[Key, ...], ids: tuple[int, ...]) -> None:
+        accepted = session.watch(pairs, ids, SAMPLED_EVERY) if pairs else ()
         if accepted:
             self._watched.setdefault(pairs[0][0], []).append(_Watched(pairs, accepted))
 
@@ -231,11 +203,11 @@ class Dcgm:
         """Return the GPUs whose activity NVML does not report."""
         if not gpus:
             return ()
-        capability = {value.entity: value.number for value in session.latest(gpus, (COMPUTE_CAPABILITY,))}
+        capability = {value.entity: value.number for value in session.latest(gpus, (fields.COMPUTE_CAPABILITY,))}
         return tuple(
             (kind, id)
             for kind, id in gpus
-            if (known := capability.get(id)) is None or int(known) >> 16 < NVML_PROFILES_FROM
+            if (known := capability.get(id)) is None or int(known) >> 16 < fields.NVML_PROFILES_FROM
         )
 
     def _read(self, session: Session) -> list[Sample]:
@@ -270,16 +242,16 @@ class Dcgm:
     def _gpu_samples(self, session: Session) -> Iterator[Sample]:
         inventory = read_inventory(self._gpus, m.GPU_INFO)
         for entity, values in sorted(self._values(session, abi.GPU).items()):
-            uuid = _text(values, UUID)
-            index = inventory[uuid]["gpu"] if uuid in inventory else _text(values, NVML_INDEX)
+            uuid = _text(values, fields.UUID)
+            index = inventory[uuid]["gpu"] if uuid in inventory else _text(values, fields.NVML_INDEX)
             if not uuid or not index:
                 log.debug("DCGM's GPU %d has no uuid or index", entity)
                 continue
             labels = index, uuid
-            yield from _gauges(GPU_STATE, labels, values)
-            if _text(values, CHASSIS[0]):
-                yield m.GPU_CHASSIS_INFO, (*labels, *(_text(values, id) for id in CHASSIS)), 1
-            profiled = {each.id: values[each.id] for each in PROFILING if each.id in values}
+            yield from _gauges(fields.GPU_STATE, labels, values)
+            if _text(values, fields.CHASSIS[0]):
+                yield m.GPU_CHASSIS_INFO, (*labels, *(_text(values, id) for id in fields.CHASSIS)), 1
+            profiled = {each.id: values[each.id] for each in fields.PROFILING if each.id in values}
             if profiled:
                 self._activities[uuid].advance(profiled)
             if uuid in self._activities:
@@ -290,10 +262,10 @@ class Dcgm:
         names = {entity: _switch_name(entity, values) for entity, values in switches.items()}
         for entity, values in sorted(switches.items()):
             labels = (names[entity],)
-            yield from _gauges(SWITCH_STATE, labels, values)
-            if values.get(SLOWDOWN_LIMIT) is None or values[SLOWDOWN_LIMIT].number is None:
+            yield from _gauges(fields.SWITCH_STATE, labels, values)
+            if values.get(fields.SLOWDOWN_LIMIT) is None or values[fields.SLOWDOWN_LIMIT].number is None:
                 continue
-            for each in SWITCH_STATE:
+            for each in fields.SWITCH_STATE:
                 number = values[each.id].number if each.how == "counter" and each.id in values else None
                 if number is not None:
                     yield each.row, labels, self._counters.count((each.id, *labels), number)
@@ -306,10 +278,10 @@ class Dcgm:
         for entity, values in sorted(self._values(session, abi.LINK).items()):
             switch = names.get(entity >> 24, f"switch{entity >> 24}")
             link = str(entity >> 8 & 0xFFFF)
-            state = values[LINK_STATE].number if LINK_STATE in values else None
-            if state is not None and int(state) in LINK_STATES:
-                states[switch, LINK_STATES[int(state)]] += 1
-            for id, error in LINK_ERRORS.items():
+            state = values[fields.LINK_STATE].number if fields.LINK_STATE in values else None
+            if state is not None and int(state) in fields.LINK_STATES:
+                states[switch, fields.LINK_STATES[int(state)]] += 1
+            for id, error in fields.LINK_ERRORS.items():
                 number = values[id].number if id in values else None
                 if number is not None:
                     self._counters.count((switch, link, error), number)
@@ -330,11 +302,13 @@ class Dcgm:
 
     def _cpu_samples(self, session: Session) -> Iterator[Sample]:
         for entity, values in sorted(self._values(session, abi.CPU).items()):
-            yield from _gauges(CPU_STATE, (str(entity),), values)
+            yield from _gauges(fields.CPU_STATE, (str(entity),), values)
 
 
-def _gauges(fields: tuple[DcgmField, ...], labels: tuple[str, ...], values: Mapping[int, Value]) -> Iterator[Sample]:
-    for each in fields:
+def _gauges(
+    table: tuple[fields.DcgmField, ...], labels: tuple[str, ...], values: Mapping[int, Value]
+) -> Iterator[Sample]:
+    for each in table:
         value = values.get(each.id)
         if each.how == "gauge" and value is not None and value.number is not None:
             yield each.row, (*labels, *each.labels), value.number
@@ -349,9 +323,9 @@ def _text(values: Mapping[int, Value], id: int) -> str:
 
 def _switch_name(entity: int, values: Mapping[int, Value]) -> str:
     """Return the PCI address of a switch as in the kernel log, or DCGM's number if it has none."""
-    place = [values[id].number for id in SWITCH_PCI if id in values]
+    place = [values[id].number for id in fields.SWITCH_PCI if id in values]
     numbers = [int(number) for number in place if number is not None]
-    if len(numbers) < len(SWITCH_PCI):
+    if len(numbers) < len(fields.SWITCH_PCI):
         return f"switch{entity}"
     domain, bus, device, function = numbers
     return f"{domain:04x}:{bus:02x}:{device:02x}.{function:x}"

@@ -1,10 +1,9 @@
 """Table of DCGM fields and their series, by number: the names changed in DCGM 4.6 and 4.7, the ids did not.
 
-Ids, units and meaning: https://docs.nvidia.com/datacenter/dcgm/latest/reference/field-identifiers.html. Only fields
-that NVML lacks, or lacks on some generations. Activities and rates are means over the time between two samples of the
-host engine, ratios 0-1 and bytes per second. NVLink traffic (1011, 1012) includes the protocol. NVSwitch traffic (861,
-862) has the unit of NVIDIA's nscq.h, Mibit, where DCGM reads the switches through that library. It then also reports
-their temperature limits. Through NVSDM (Blackwell) no unit is documented.
+Ids, units and meaning: https://docs.nvidia.com/datacenter/dcgm/latest/reference/field-identifiers.html. Activities and
+rates are means over the time between two samples of the host engine, ratios 0-1 and bytes per second. NVLink traffic
+(1011, 1012) includes the protocol. NVSwitch traffic (861, 862) has the unit of NVIDIA's nscq.h, Mibit, where DCGM reads
+the switches through that library. It then also reports their temperature limits.
 """
 
 from __future__ import annotations
@@ -36,6 +35,10 @@ SWITCH_PCI = (866, 867, 868, 869)  # domain, bus, device, function
 
 GPU_STATE = (DcgmField(153, m.GPU_TEMPERATURE_MARGIN_CELSIUS),)
 
+# fmt: off
+PIPES = {1007: "fp32", 1008: "fp16", 1006: "fp64", 1014: "tensor_hmma", 1013: "tensor_imma", 1015: "tensor_dmma",
+         1016: "integer"}
+# fmt: on
 # The most informative first: where the hardware cannot count all of them together, the first ones are counted.
 PROFILING = (
     DcgmField(1004, m.GPU_TENSOR_ACTIVE_SECONDS_TOTAL, how="mean"),
@@ -47,13 +50,7 @@ PROFILING = (
     DcgmField(1010, m.GPU_PCIE_RECEIVE_BYTES_TOTAL, how="mean"),
     DcgmField(1011, m.NVLINK_TRANSMIT_RAW_BYTES_TOTAL, how="mean"),
     DcgmField(1012, m.NVLINK_RECEIVE_RAW_BYTES_TOTAL, how="mean"),
-    DcgmField(1007, m.GPU_PIPE_ACTIVE_SECONDS_TOTAL, ("fp32",), how="mean"),
-    DcgmField(1008, m.GPU_PIPE_ACTIVE_SECONDS_TOTAL, ("fp16",), how="mean"),
-    DcgmField(1006, m.GPU_PIPE_ACTIVE_SECONDS_TOTAL, ("fp64",), how="mean"),
-    DcgmField(1014, m.GPU_PIPE_ACTIVE_SECONDS_TOTAL, ("tensor_hmma",), how="mean"),
-    DcgmField(1013, m.GPU_PIPE_ACTIVE_SECONDS_TOTAL, ("tensor_imma",), how="mean"),
-    DcgmField(1015, m.GPU_PIPE_ACTIVE_SECONDS_TOTAL, ("tensor_dmma",), how="mean"),
-    DcgmField(1016, m.GPU_PIPE_ACTIVE_SECONDS_TOTAL, ("integer",), how="mean"),
+    *(DcgmField(id, m.GPU_PIPE_ACTIVE_SECONDS_TOTAL, (pipe,), how="mean") for id, pipe in PIPES.items()),
 )
 TRAFFIC = frozenset({1009, 1010, 1011, 1012})
 # From Hopper on, compute capability 9, NVML reports the activities itself (gpm.py).

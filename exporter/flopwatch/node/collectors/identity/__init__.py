@@ -5,14 +5,12 @@ from files that a Slurm prolog writes for dcgm-exporter. These are named `<gpu>`
 id per line (https://docs.nvidia.com/datacenter/dcgm/latest/reference/command-line-reference/dcgm-exporter.html, HPC job
 mapping). The place comes from `topology.py`. Setup: docs/identity.md.
 
-A source that fails costs only its own answers, and the kubelet's last answer is valid for five more minutes. A GPU with
-an undetermined owner has the source `unknown`, a free one `none`. A lost GPU keeps its last owner (`owners.py`).
-Processes of MIG instances are attributed to their GPU only. Inside a container they are visible with hostPID.
+A GPU with an undetermined owner has the source `unknown`, a free one `none`. A lost GPU keeps its last owner. Processes
+of MIG instances are attributed to their GPU only.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import time
@@ -22,7 +20,7 @@ from typing import Any, NamedTuple
 
 from flopwatch import catalogue as m
 from flopwatch.catalogue import Sample
-from flopwatch.node.collectors import Unsupported, cgroup, read_inventory
+from flopwatch.node.collectors import StateFile, Unsupported, cgroup, read_inventory
 from flopwatch.node.collectors.identity import podresources as podresources
 from flopwatch.node.collectors.identity import topology as place
 from flopwatch.node.collectors.identity.background import BackgroundCall
@@ -150,17 +148,12 @@ def from_kubelet(assignments: Iterable[podresources.Assignment], devices: Device
     for one in assignments:
         found = devices.find(one.resource, one.device)
         if found is not None:
-            owners.setdefault(found[0], set()).add(
-                Owner(found[1], one.namespace, one.pod, one.container, source="kubelet")
-            )
+            owners.setdefault(found[0], set()).add(Owner(found[1], *one[:3], source="kubelet"))
     return owners
 
 
 def running(runtime: Mapping[str, Any], last: Mapping[str, Last], proc: Path) -> Running:
-    """Return the start time of each GPU's processes by pid, or None for an invisible process.
-
-    A pid that another process of this GPU had before was reused: the processes of a lost GPU are gone.
-    """
+    """Return the start time of each GPU's processes by pid, None for an invisible process or a reused pid."""
     found: Running = {}
     for uuid, about in runtime.items():
         before = last[uuid].processes if uuid in last else {}
@@ -172,16 +165,11 @@ def running(runtime: Mapping[str, Any], last: Mapping[str, Last], proc: Path) ->
 
 
 def from_processes(processes: Running, last: Mapping[str, Last], proc: Path, now: float) -> SourceAnswer:
-    """Return the jobs and users that run on each GPU. GPUs are blind if all of their processes are invisible.
-
-    Processes in a pod or a container are left to the kubelet.
-    """
+    """Return the jobs and users that run on each GPU. GPUs are blind if all of their processes are invisible."""
     owners: Owners = {}
     unseen, hidden = set(), 0
     for uuid, pids in processes.items():
-        seen = {
-            pid: cgroup.UNKNOWN if started is None else cgroup.owner(int(pid), proc) for pid, started in pids.items()
-        }
+        seen = {pid: cgroup.UNKNOWN if since is None else cgroup.owner(int(pid), proc) for pid, since in pids.items()}
         if seen and set(seen.values()) == {cgroup.UNKNOWN}:
             unseen.add(uuid)
             # Processes that were visible once have ended.
@@ -189,7 +177,7 @@ def from_processes(processes: Running, last: Mapping[str, Last], proc: Path, now
             hidden += any(before.get(pid) is None for pid in pids)
         for pid, owner in seen.items():
             kind, _, name = owner.partition(":")
-            if kind == "slurm":
+            if kind == "slurm":  # pods and containers are left to the kubelet
                 owners.setdefault(uuid, set()).add(Owner(job=name, user=_user(int(pid), proc), source="slurm"))
             elif kind == "user":
                 owners.setdefault(uuid, set()).add(Owner(user=name, source="process"))
@@ -226,9 +214,8 @@ def from_job_mapping(folder: Path, devices: Devices) -> Owners:
 class Identity:
     """Collector of the owners of this node's GPUs and of its place.
 
-    `gpus` and `runtime` are files of the NVML source: the inventory, and each GPU's MIG instances and processes. For a
-    lost GPU the last ones are kept. `kubelet` and `where` are None if not configured. `job_mapping` is a folder, `last`
-    the file of the last owners.
+    `gpus` and `runtime` are files of the NVML source: the inventory, and each GPU's MIG instances and processes.
+    `kubelet` and `where` are None if not configured. `job_mapping` is a folder, `last` the file of the last owners.
     """
 
     name = "identity"
@@ -245,14 +232,9 @@ class Identity:
         clock: Callable[[], float] = time.time,
         last: Path | None = None,
     ) -> None:
-        self._host = host
-        self._gpus = gpus
-        self._runtime = runtime
-        self._kubelet = kubelet
-        self._job_mapping = job_mapping
-        self._proc = proc
-        self._place = where
-        self._clock = clock
+        self._host, self._clock = host, clock
+        self._gpus, self._runtime, self._proc = gpus, runtime, proc
+        self._kubelet, self._job_mapping, self._place = kubelet, job_mapping, where
         self._last = LastOwners(last)
         self._last_errors: dict[str, str] = {}
 
@@ -276,8 +258,8 @@ class Identity:
         return samples
 
     def _owners(self, gpus: Mapping[str, dict[str, str]], errors: dict[str, str], until: float) -> list[Sample]:
-        content = _json_object(self._runtime)
-        runtime = {uuid: about for uuid, about in content.items() if uuid in gpus and isinstance(about, dict)}
+        stored = StateFile(self._runtime).load()
+        runtime = {uuid: about for uuid, about in stored.items() if uuid in gpus and isinstance(about, dict)}
         processes = running(runtime, self._last.by_gpu, self._proc)
         answers = self._answers(gpus, runtime, processes, until)
         errors.update({name: one.error for name, one in answers.items()})
@@ -301,10 +283,7 @@ class Identity:
         answers: Mapping[str, SourceAnswer],
         processes: Mapping[str, str | None] | None,
     ) -> tuple[list[Owner], float | None]:
-        """Return the owners of a GPU and their Unix time, None if unknown.
-
-        `processes` is None if NVML never listed this GPU's processes.
-        """
+        """Return a GPU's owners and their Unix time or None; `processes` is None if NVML never listed them."""
         some = sorted(owners)[:MAX_OWNERS]
         speaking = {SPEAKERS[owner.source] for owner in some} or answers.keys()
         at = min((answers[name].at for name in speaking), default=self._clock())
@@ -356,15 +335,6 @@ class Identity:
                 background.close()
 
 
-def _json_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file of another source, empty if invalid."""
-    try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
 def build(
     host: str,
     gpus: str,
@@ -374,10 +344,7 @@ def build(
     proc: str = "/proc",
     topology: str = "",
 ) -> Identity:
-    """Return the collector; `kubelet` is a socket. Empty arguments disable their source.
-
-    The last owners are stored next to the inventory.
-    """
+    """Return the collector, which stores the last owners next to the inventory. Empty arguments disable a source."""
     ask, read = podresources.ask, place.read
     return Identity(
         host,

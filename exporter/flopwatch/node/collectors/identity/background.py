@@ -27,9 +27,7 @@ class BackgroundCall(Generic[Answer]):
         retry: float | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._call = call
-        self._interval = interval
-        self._hold = hold
+        self._call, self._interval, self._hold = call, interval, hold
         self._retry = interval if retry is None else retry
         self._clock = clock
         self._first = threading.Event()

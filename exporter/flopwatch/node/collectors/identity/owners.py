@@ -1,8 +1,7 @@
 """Current and last owners of GPUs.
 
-A lost GPU takes its processes with it, and soon the kubelet forgets the pod. The affected owner is needed later. So the
-last owner stays while NVML reports nothing else about the GPU: no processes at all, or only earlier ones that are now
-invisible.
+A lost GPU takes its processes with it, and soon the kubelet forgets the pod. So the last owner stays while NVML reports
+nothing else about the GPU: no processes at all, or only earlier ones that are now invisible.
 """
 
 from __future__ import annotations
@@ -110,9 +109,7 @@ def _last(content: Any) -> Last | None:
     """Return the stored owners of one GPU, or None if the content is invalid."""
     try:
         owners = tuple(Owner(*map(str, owner)) for owner in content["owners"])
-        processes = {
-            str(pid): None if started is None else str(started) for pid, started in content["processes"].items()
-        }
+        processes = {str(pid): None if since is None else str(since) for pid, since in content["processes"].items()}
         return Last(owners, float(content["at"]), processes)
     except (AttributeError, LookupError, TypeError, ValueError):
         return None

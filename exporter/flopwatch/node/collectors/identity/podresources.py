@@ -1,18 +1,16 @@
 """Devices of containers, from the kubelet's PodResources API, version 1.
 
-One unary call, `v1.PodResourcesLister/List`, over plaintext gRPC on a unix socket:
-https://github.com/kubernetes/kubelet/blob/master/pkg/apis/podresources/v1/api.proto. The response names pods without
-their UIDs. It has claims of dynamic resource allocation from Kubernetes 1.27 on. Reading the socket requires root.
-
-gRPC's own package costs 21 MiB of memory, h2 under 6. The few fields are decoded by hand
-(https://protobuf.dev/programming-guides/encoding/).
+One unary call, `v1.PodResourcesLister/List`, over plaintext gRPC on a unix socket, which requires root:
+https://github.com/kubernetes/kubelet/blob/master/pkg/apis/podresources/v1/api.proto. gRPC's own package costs 21 MiB of
+memory, h2 under 6. The few fields are decoded by hand (https://protobuf.dev/programming-guides/encoding/).
 """
 
 from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -51,12 +49,11 @@ def decode(body: bytes) -> list[Assignment]:
         raise ValueError(f"{len(body)} bytes are more than {MAX_BYTES}")
     fields = _Fields()
     found: list[Assignment] = []
-    for number, pod in fields.of(memoryview(body)):
-        if number == 1:
-            for assignment in _pod(fields, pod):
-                if len(found) == MAX_ASSIGNMENTS:
-                    raise ValueError(f"more than {MAX_ASSIGNMENTS} devices")
-                found.append(assignment)
+    for pod in fields.of(memoryview(body))[1]:
+        for assignment in _pod(fields, pod):
+            if len(found) == MAX_ASSIGNMENTS:
+                raise ValueError(f"more than {MAX_ASSIGNMENTS} devices")
+            found.append(assignment)
     return found
 
 
@@ -66,8 +63,9 @@ class _Fields:
     def __init__(self) -> None:
         self._left = MAX_FIELDS
 
-    def of(self, message: memoryview) -> Iterator[tuple[int, memoryview]]:
-        """Yield number and content of the length-delimited fields of a message. Others are skipped."""
+    def of(self, message: memoryview) -> Mapping[int, list[memoryview]]:
+        """Return the contents of the length-delimited fields of a message by number. Others are skipped."""
+        found: defaultdict[int, list[memoryview]] = defaultdict(list)
         at = 0
         while at < len(message):
             self._left -= 1
@@ -90,7 +88,8 @@ class _Fields:
             if at > len(message):
                 raise ValueError("a field longer than what it is in")
             if wire == _LENGTH:
-                yield number, content
+                found[number].append(content)
+        return found
 
 
 def _varint(message: memoryview, at: int) -> tuple[int, int]:
@@ -108,69 +107,35 @@ def _varint(message: memoryview, at: int) -> tuple[int, int]:
     raise ValueError("a number of more than 64 bits")
 
 
-def _text(content: memoryview) -> str:
-    return str(content, "utf-8")  # UnicodeDecodeError is a ValueError
+def _text(contents: list[memoryview]) -> str:
+    """Return the text of the last occurrence of a field, empty without one. Raises UnicodeDecodeError, a ValueError."""
+    return str(contents[-1], "utf-8") if contents else ""
 
 
 def _pod(fields: _Fields, message: memoryview) -> Iterator[Assignment]:
     """Yield the devices in a PodResources message."""
-    name, namespace, containers = "", "", []
-    for number, content in fields.of(message):
-        if number == 1:
-            name = _text(content)
-        elif number == 2:
-            namespace = _text(content)
-        elif number == 3:
-            containers.append(content)
-    for container in containers:
-        label = ""
-        devices: list[tuple[str, str]] = []
-        for number, content in fields.of(container):
-            if number == 1:
-                label = _text(content)
-            elif number == 2:
-                devices += _devices(fields, content)
-            elif number == 5:
-                devices += _claimed(fields, content)
+    pod = fields.of(message)
+    name, namespace = _text(pod[1]), _text(pod[2])
+    for container in map(fields.of, pod[3]):
+        label, devices = _text(container[1]), list[tuple[str, str]]()
+        for group in map(fields.of, container[2]):
+            resource = _text(group[1])
+            devices += [(resource, _text([device])) for device in group[2]]
+        for group in map(fields.of, container[5]):
+            devices += [device for claim in map(fields.of, group[4]) for device in _claimed(fields, claim)]
         for resource, device in devices:
             yield Assignment(namespace, name, label, resource, device)
 
 
-def _devices(fields: _Fields, message: memoryview) -> Iterator[tuple[str, str]]:
-    """Yield resource name and device id of a ContainerDevices."""
-    resource, devices = "", []
-    for number, content in fields.of(message):
-        if number == 1:
-            resource = _text(content)
-        elif number == 2:
-            devices.append(_text(content))
-    for device in devices:
-        yield resource, device
-
-
-def _claimed(fields: _Fields, message: memoryview) -> Iterator[tuple[str, str]]:
-    """Yield driver and device name of a DynamicResource, or its CDI names if the device name is empty."""
-    for number, claim in fields.of(message):
-        if number != 4:
-            continue
-        driver, device, names = "", "", []
-        for inner, content in fields.of(claim):
-            if inner == 1:
-                names += [_text(name) for field, name in fields.of(content) if field == 1]
-            elif inner == 2:
-                driver = _text(content)
-            elif inner == 4:
-                device = _text(content)
-        for name in [device] if device else names:
-            yield driver, name
+def _claimed(fields: _Fields, claim: Mapping[int, list[memoryview]]) -> list[tuple[str, str]]:
+    """Return driver and device name of a claim, or its CDI names if the device name is empty."""
+    driver, device = _text(claim[2]), _text(claim[4])
+    names = [_text([name]) for cdi in map(fields.of, claim[1]) for name in cdi[1]]
+    return [(driver, name) for name in ([device] if device else names)]
 
 
 def ask(path: Path, deadline: float = 10.0) -> list[Assignment]:
-    """Return the devices that the kubelet has assigned.
-
-    Raises FileNotFoundError without a socket, and PodResourcesError for other failures, after at most `deadline`
-    seconds.
-    """
+    """Return the kubelet's devices within `deadline` seconds. Raises FileNotFoundError and PodResourcesError."""
     until = time.monotonic() + deadline
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
@@ -232,19 +197,10 @@ class Call:
         self._http.initiate_connection()
         self._http.increment_flow_control_window(MAX_BYTES)
         stream = self._http.get_next_available_stream_id()
-        self._http.send_headers(
-            stream,
-            [
-                (":method", "POST"),
-                (":scheme", "http"),
-                (":path", path),
-                (":authority", "localhost"),
-                ("te", "trailers"),
-                ("content-type", "application/grpc"),
-                ("user-agent", "flopwatch"),
-                ("grpc-timeout", f"{max(1, int(timeout * 1000))}m"),
-            ],
-        )
+        headers = [(":method", "POST"), (":scheme", "http"), (":path", path), (":authority", "localhost")]
+        headers += [("te", "trailers"), ("content-type", "application/grpc"), ("user-agent", "flopwatch")]
+        headers.append(("grpc-timeout", f"{max(1, int(timeout * 1000))}m"))
+        self._http.send_headers(stream, headers)
         self._http.send_data(stream, bytes(_PREFIX), end_stream=True)
 
     def data_to_send(self) -> bytes:

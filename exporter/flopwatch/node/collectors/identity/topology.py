@@ -1,12 +1,9 @@
 """Place of the node: rack, leaf switch, NVLink domain.
 
-Read from one of
-- Slurm's topology.conf (https://slurm.schedmd.com/topology.conf.html): leaf from SwitchName lines, domain from
-  BlockName lines, no racks. Slurm's topology.yaml is not read.
-- a CSV file with a header and the columns host, rack, leaf, domain; only host is required.
-- the labels of the Kubernetes node, as topograph writes them
-  (https://github.com/NVIDIA/topograph/blob/main/docs/reference/node-labels.md) since 1.0 and before, and the GPU
-  operator's nvidia.com/gpu.clique. Requires permission to get this node.
+Read from Slurm's topology.conf (https://slurm.schedmd.com/topology.conf.html; leaf from SwitchName lines, domain from
+BlockName lines), from a CSV file with a header and the columns host, rack, leaf, domain (only host is required), or
+from the labels of the Kubernetes node, as topograph and the GPU operator write them
+(https://github.com/NVIDIA/topograph/blob/main/docs/reference/node-labels.md).
 """
 
 from __future__ import annotations
@@ -48,10 +45,7 @@ class TopologyError(Exception):
 
 
 def contains(expression: str, host: str) -> bool:
-    """Return whether a Slurm host list, such as `node[001-018,020],login1`, contains this host.
-
-    Nothing is expanded, so ranges may be long. Raises ValueError for unbalanced brackets.
-    """
+    """Return whether a Slurm host list such as `node[001-018,020],login1` has this host. Raises ValueError."""
     if len(expression) > MAX_NODES_TEXT:
         raise ValueError(f"a host list of {len(expression)} characters")
     return any(_matches(part, host) for part in _split(expression))
@@ -102,7 +96,7 @@ def same_host(one: str, other: str) -> bool:
 def slurm(text: str, host: str) -> Place:
     """Return the place of a host in a topology.conf. Raises ValueError if the file or host is missing there."""
     leaf = domain = None
-    known = False
+    known, names = False, {host, host.partition(".")[0]}
     for line in text.replace("\\\n", " ").splitlines():
         words = {
             key.lower(): content
@@ -111,7 +105,7 @@ def slurm(text: str, host: str) -> Place:
         }
         name = words.get("switchname", words.get("blockname"))
         known = known or name is not None
-        if name is None or not _names(words.get("nodes", ""), host):
+        if name is None or not any(contains(words.get("nodes", ""), each) for each in names):
             continue
         if "switchname" in words and leaf is None:
             leaf = name
@@ -122,10 +116,6 @@ def slurm(text: str, host: str) -> Place:
     if leaf is None and domain is None:
         raise ValueError(f"no switch or block in it has the node {host}")
     return Place("", leaf or "", domain or "", "slurm")
-
-
-def _names(expression: str, host: str) -> bool:
-    return contains(expression, host) or contains(expression, host.partition(".")[0])
 
 
 def table(text: str, host: str) -> Place:

@@ -1,9 +1,9 @@
 """InfiniBand, RoCE and EFA ports from sysfs: presence, role, rail and counters (`port.py`).
 
 A port seen once is remembered with its rail, its flaps and its highest rate. After a reboot, a missing or slower port
-is therefore a series and not a gap. Virtual functions appear and vanish, and are left out. The place among the GPUs
-follows from PCI paths (`pci.py`, `rails.py`). The default route in /proc/net/route marks the management port. Counts
-that the registers alone do not give, because they wrapped or were cleared, outlive a restart.
+is therefore a series and not a gap. Virtual functions are left out. The place among the GPUs follows from PCI paths
+(`pci.py`, `rails.py`). The default route in /proc/net/route marks the management port. Counts that the registers alone
+do not give, because they wrapped or were cleared, outlive a restart.
 """
 
 from __future__ import annotations
@@ -21,17 +21,12 @@ from flopwatch.catalogue import Sample
 from flopwatch.node.collectors import Inventory, StateFile, Unsupported, read_inventory
 from flopwatch.node.collectors.infiniband import pci, rails
 from flopwatch.node.collectors.infiniband.files import Pread, names, signature
-from flopwatch.node.collectors.infiniband.files import counter as counter
-from flopwatch.node.collectors.infiniband.files import physical_state as physical_state
-from flopwatch.node.collectors.infiniband.files import rate as rate
-from flopwatch.node.collectors.infiniband.files import state as state
 from flopwatch.node.collectors.infiniband.link import Link
 from flopwatch.node.collectors.infiniband.port import COUNTERS, Port
 
 log = logging.getLogger(__name__)
 
-# Seconds between two reads of names, firmware and addresses, and between two writes of the counts. Added and removed
-# ports are seen at once.
+# Seconds between two reads of names, firmware and addresses, and between two writes of the counts.
 REFRESH_SECONDS = 300.0
 
 # Ports read, and names remembered. No node has more, and changing names must not fill a disk or a database.
@@ -64,8 +59,7 @@ class Infiniband:
     """RDMA ports below `sysfs`/class/infiniband.
 
     `inventory` remembers this node's ports, `gpus` is the inventory of the NVML source. `history` has each port's
-    highest rate, flaps, counts and PCI place. Delete an entry there to forget it. `boot_id` shows whether the registers
-    are still those that were counted.
+    highest rate, flaps, counts and PCI place. `boot_id` shows whether the registers are those that were counted.
     """
 
     name = "infiniband"
@@ -83,8 +77,7 @@ class Infiniband:
         wall: Callable[[], float] = time.time,
         pread: Pread = os.pread,
     ) -> None:
-        self._sysfs = sysfs
-        self._pread = pread
+        self._sysfs, self._pread = sysfs, pread
         self._root = str(sysfs / "class" / "infiniband")
         self._host = host
         self._inventory = Inventory(inventory, m.INFINIBAND_INFO)
@@ -92,8 +85,7 @@ class Infiniband:
         self._history = history or inventory.with_name("port_history.json")
         self._history_file = StateFile(self._history)
         self._clear = str(self._history.with_name(CLEAR))
-        self._routes = routes
-        self._boot_id = boot_id
+        self._routes, self._boot_id = routes, boot_id
         self._clock, self._wall = clock, wall
         self._ports: dict[str, Port] = {}  # present ones, by device/port
         self._gone: dict[str, Port] = {}
@@ -108,10 +100,7 @@ class Infiniband:
         self._affinities: list[Sample] = []
 
     def read(self) -> list[Sample]:
-        """Return the samples of every port, and infiniband_port_present 0 for missing ones of the inventory.
-
-        Raises Unsupported if no port was ever seen.
-        """
+        """Return the samples of every port, also of missing ones. Raises Unsupported if no port was ever seen."""
         now = self._clock()
         self._remember(now)
         devices = self._devices()
@@ -295,9 +284,7 @@ class Infiniband:
         """Store the history if it changed."""
         unix = self._wall()
         # The registers of a port missing since before this process are not those that were counted.
-        ports = {
-            key: {**entry, "inode": 0} for key, entry in self._part("ports").items() if key in self._inventory.parts
-        }
+        ports = {key: {**old, "inode": 0} for key, old in self._part("ports").items() if key in self._inventory.parts}
         for key, port in (self._gone | self._ports).items():
             ports[key] = port.dump(now, unix)
         places = {key: {"path": "/".join(place.path), "numa": place.numa} for key, place in self._places.items()}

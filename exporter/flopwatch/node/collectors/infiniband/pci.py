@@ -1,9 +1,8 @@
 """Positions of PCI devices, and the distance between two of them, from sysfs.
 
 `/sys/bus/pci/devices/ADDRESS` and `/sys/class/*/*/device` are links whose target names every bridge on the way from the
-host bridge (https://www.kernel.org/doc/html/latest/PCI/sysfs-pci.html). `numa_node` is the socket. The levels are those
-of `nvidia-smi topo -m`. In many virtual machines each device has its own host bridge. Then only the socket
-distinguishes devices, and without a socket nothing is near.
+host bridge (https://www.kernel.org/doc/html/latest/PCI/sysfs-pci.html). The levels are those of `nvidia-smi topo -m`.
+In many virtual machines each device has its own host bridge. Then only the socket distinguishes devices.
 """
 
 from __future__ import annotations

@@ -1,15 +1,12 @@
 """One InfiniBand, RoCE or EFA port: its files in sysfs, and its samples.
 
-Files: https://www.kernel.org/doc/Documentation/ABI/stable/sysfs-class-infiniband. The file of a counter and the width
-of its register are in its catalogue row. Every read of `counters/` is a query to the firmware. One of `state`,
-`phys_state` or `rate` is a port query. One in `hw_counters/` refreshes that folder for its `lifespan` (10 ms). Each
-file is read once per scrape. Files stay open and are read with pread, at a sixth of the cost of opening them.
+Files: https://www.kernel.org/doc/Documentation/ABI/stable/sysfs-class-infiniband. Every read of `counters/` is a query
+to the firmware, and one in `hw_counters/` refreshes that folder for its `lifespan` (10 ms). Each file is read once per
+scrape. Files stay open and are read with pread, at a sixth of the cost of opening them.
 
 Missing on some hardware: `hw_counters/` (hfi1, mlx4), `counters/` (EFA, whose `state` and `rate` are constants). A
-counter reads `N/A (no PMA)` on iWARP, and ends in EINVAL on ports that the fabric manager owns. An unreadable file has
-no sample and hides no other counter. A refused file is retried more and more rarely, since the kernel logs each try. Of
-a port that refuses all files only one is retried. Bit error rates are not in sysfs: mlxlink and ibdiagnet have them, as
-root.
+counter reads `N/A (no PMA)` on iWARP, and ends in EINVAL on ports that the fabric manager owns. A refused file is
+retried more and more rarely, since the kernel logs each try. Of a port that refuses all files only one is retried.
 """
 
 from __future__ import annotations
@@ -53,16 +50,11 @@ MAX_REFUSED = 3
 # Seconds until a refused file is read again, doubled each time up to the maximum.
 FIRST_WAIT, MAX_WAIT = 60.0, 3600.0
 
-COUNTERS: dict[str, PortCounter] = {
-    file: row for row in all_metrics() if isinstance(row, PortCounter) for file in row.files
-}
+COUNTERS = {file: row for row in all_metrics() if isinstance(row, PortCounter) for file in row.files}
 
 
 class Port:
-    """Open files of one port, and the history of its link.
-
-    Rows, labels and unchanged samples are the same objects at every read.
-    """
+    """Open files of one port, and the history of its link. Unchanged samples are the same objects at every read."""
 
     def __init__(self, sysfs: str, device: str, port: str, pread: Pread = os.pread) -> None:
         self.labels = (device, port)
@@ -126,9 +118,8 @@ class Port:
         }
         self.seldom = []
         answers = layer == "InfiniBand" and f"{self._folder}/state" not in self._refused
-        for row, file in (
-            ((m.INFINIBAND_PORT_LID, "lid"), (m.INFINIBAND_PORT_SUBNET_MANAGER_LID, "sm_lid")) if answers else ()
-        ):
+        identifiers = ((m.INFINIBAND_PORT_LID, "lid"), (m.INFINIBAND_PORT_SUBNET_MANAGER_LID, "sm_lid"))
+        for row, file in identifiers if answers else ():
             number = local_identifier(first_line_of(f"{self._folder}/{file}"))
             if number is None:
                 break
@@ -272,9 +263,7 @@ class Port:
         counts = isinstance(file, CounterFile)
         asked = self._open[: self._open.index(file) + 1]
         asked = [other for other in asked if isinstance(other, CounterFile) == counts]
-        refused = [
-            other for other, reason in failures if reason in REFUSED and isinstance(other, CounterFile) == counts
-        ]
+        refused = [one for one, reason in failures if reason in REFUSED and isinstance(one, CounterFile) == counts]
         return len(refused) == len(asked) >= (1 if len(self._asking) > MAX_REFUSED else MAX_REFUSED)
 
     def _failed(self, failures: list[tuple[SysfsFile, int | None]], now: float) -> None:
@@ -300,10 +289,7 @@ class Port:
     def recall(
         self, expected: float | None, link: Link, counts: Mapping[str, tuple[int, int]], inode: int | None
     ) -> None:
-        """Continue with the highest rate in Gb/s, the link and the counts of an earlier process.
-
-        `inode` is that of the device that was counted, or None after another boot.
-        """
+        """Continue with rate in Gb/s, link and counts of an earlier process; `inode` is None after another boot."""
         self.expected, self.link, self._counts, self._counts_inode = expected, link, counts, inode
         self._summary = []
 

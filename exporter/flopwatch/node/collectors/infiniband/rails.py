@@ -1,8 +1,7 @@
 """Role and rail of each port, from the PCI positions of ports and GPUs.
 
-Rail r is the r-th compute port in the order of the GPUs' module ids. Device names have gaps, and udev may rename them.
-A missing port keeps its place in the order, so that the others keep their rails. Roles follow NVSentinel's
-(https://github.com/NVIDIA/NVSentinel, NIC health monitor). Pure: no file.
+Rail r is the r-th compute port in the order of the GPUs' module ids. A missing port keeps its place in the order, so
+that the others keep their rails. Roles follow NVSentinel's (https://github.com/NVIDIA/NVSentinel, NIC health monitor).
 """
 
 from __future__ import annotations
@@ -66,24 +65,20 @@ def duties(ports: Sequence[RailPort], gpus: Sequence[Gpu]) -> dict[RailPort, Dut
 
 def affinities(ports: Sequence[RailPort], gpus: Sequence[Gpu]) -> list[tuple[str, str, str, str, str]]:
     """Return (device, port, gpu, uuid, level) of the ports nearest to each GPU."""
-    result = []
+    found = []
     for gpu in gpus:
         levels = [(affinity(port.place, gpu.place), port) for port in ports if port.place is not None]
         best = min((LEVELS.index(level) for level, _ in levels), default=0)
-        result += [
-            (port.device, port.port, gpu.gpu, gpu.uuid, level) for level, port in levels if level == LEVELS[best]
-        ]
-    return result
+        found += [(port.device, port.port, gpu.gpu, gpu.uuid, level) for level, port in levels if level == LEVELS[best]]
+    return found
 
 
 def _nearest(port: RailPort, gpus: Sequence[Gpu]) -> tuple[str, int] | None:
     """Return the level and the position of the first GPU nearest to a port."""
     if port.place is None or not gpus:
         return None
-    level, position = min(
-        (LEVELS.index(affinity(port.place, gpu.place)), position) for position, gpu in enumerate(gpus)
-    )
-    return LEVELS[level], position
+    level, index = min((LEVELS.index(affinity(port.place, gpu.place)), index) for index, gpu in enumerate(gpus))
+    return LEVELS[level], index
 
 
 def _role(port: RailPort, nearest: tuple[str, int] | None, gpus: Sequence[Gpu]) -> str:

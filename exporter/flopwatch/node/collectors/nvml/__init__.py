@@ -1,11 +1,6 @@
 """GPUs through NVML (`pynvml`, package nvidia-ml-py): https://docs.nvidia.com/deploy/nvml-api/.
 
-This module holds the session with the driver and finds missing GPUs. `card.py` reads one GPU, mostly by batches of
-nvmlDeviceGetFieldValues in which each value has its own status (`fields.py`). Activity is integrated from GPM samples
-(`gpm.py`).
-
-Missing on some hardware: memory temperature without HBM; ECC, energy, row remapping and clock-event seconds on consumer
-cards; utilization, NVLink and fabric in MIG mode; activity before Hopper; SRAM status without root. A value that a card
+This module holds the session with the driver and finds missing GPUs. `card.py` reads one GPU. A value that a card
 lacks has no sample, and is requested once per initialization. nvmlDeviceGetPcieThroughput is never called, because it
 blocks for 20 ms per direction.
 
@@ -45,9 +40,8 @@ log = logging.getLogger(__name__)
 class Nvml:
     """GPUs of this node.
 
-    `library` is the pynvml module. `inventory` is the file of this node's GPUs, from which other sources get the uuid
-    of a PCI address. `source` is the label of gpu_info (nvml, or simulated). `runtime` is the file of each GPU's MIG
-    instances, processes and links that were once up. For a lost GPU it keeps the last ones.
+    `library` is the pynvml module. `inventory` is the file of this node's GPUs, `source` the label of gpu_info (nvml,
+    or simulated). `runtime` is the file of each GPU's MIG instances, processes and links that were once up.
     """
 
     name = "nvml"
@@ -65,15 +59,11 @@ class Nvml:
         dev: Path = Path("/dev"),
     ) -> None:
         self._nvml = library
-        self._host = host
-        self._source = source
-        self._clock = clock
+        self._host, self._source, self._clock = host, source, clock
         self._inventory = Inventory(inventory, m.GPU_INFO)
         self._runtime = None if runtime is None else StateFile(runtime)
         self._stored = {} if runtime is None else stored_state(runtime)
-        self._sysfs = sysfs
-        self._proc = proc
-        self._dev = dev
+        self._sysfs, self._proc, self._dev = sysfs, proc, dev
         self._initialized_at: float | None = None
         self._reinitialize_after = REINITIALIZE_AFTER
         self._suspect = False
@@ -83,10 +73,7 @@ class Nvml:
         self._reported: set[tuple[str, str]] = set()
 
     def read(self) -> list[Sample]:
-        """Return the samples of every GPU, and gpu_present or gpu_readable 0 for silent ones of the inventory.
-
-        Raises RestartReader, AccessLost, Unsupported or NVMLError.
-        """
+        """Return the samples of all GPUs. Raises RestartReader, AccessLost, Unsupported or NVMLError."""
         try:
             return self._read()
         except self._nvml.NVMLError as error:

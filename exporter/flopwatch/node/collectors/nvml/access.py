@@ -1,8 +1,8 @@
 """Access of this process to the driver outside NVML, which separates a dead GPU from a withheld one.
 
 The driver lists its GPUs in /proc/driver/nvidia, which containers share with their node unless it is covered
-(https://docs.nvidia.com/datacenter/driver/README.txt, "The /proc Filesystem Interface"). access(2) checks file modes
-and the device cgroup, and opens nothing. Missing: the list under gVisor, and where a container runtime covers it.
+(https://docs.nvidia.com/datacenter/driver/README.txt, "The /proc Filesystem Interface"), and which gVisor lacks.
+access(2) checks file modes and the device cgroup, and opens nothing.
 """
 
 from __future__ import annotations

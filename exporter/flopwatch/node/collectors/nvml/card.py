@@ -29,11 +29,9 @@ OVER = (UNINITIALIZED, REPLACED)
 # device file or of the cgroup's permission. A GPU off the bus returns _UNKNOWN as well.
 BLIND = (4, 17, 999)
 # Of a call that cannot succeed before the next initialization: NVML_ERROR_INVALID_ARGUMENT, _NOT_SUPPORTED,
-# _NO_PERMISSION, _FUNCTION_NOT_FOUND, _ARGUMENT_VERSION_MISMATCH, _DEPRECATED. Every other error may be gone at the
-# next read.
+# _NO_PERMISSION, _FUNCTION_NOT_FOUND, _ARGUMENT_VERSION_MISMATCH, _DEPRECATED.
 LACKING = (2, 3, 4, 13, 25, 26)
 INVALID_ARGUMENT, FUNCTION_NOT_FOUND = 2, 13
-
 
 Values = Iterator[Value]
 
@@ -45,10 +43,7 @@ def code_of(nvml: Any, error: Exception | None) -> int | None:
 
 @dataclass
 class Past:
-    """State that outlives a session with the driver, so that counters of this process only rise.
-
-    `seen` are the series that had a value other than 0. They are left out before that.
-    """
+    """State that outlives a session with the driver. `seen` are the series that had a value other than 0."""
 
     seen: set[tuple[Metric, tuple[str, ...]]] = field(default_factory=set)
     links: fields.Links = field(default_factory=fields.Links)
@@ -88,11 +83,8 @@ class NvmlCard:
         report: Callable[[str, Exception], None],
         reads: tuple[Read, ...],
     ) -> None:
-        self.nvml = nvml
-        self.handle = handle
-        self.identity = identity
-        self.past = past
-        self.proc = proc
+        self.nvml, self.handle, self.identity = nvml, handle, identity
+        self.past, self.proc, self.report = past, proc, report
         self.lacks: dict[Any, int] = {
             read: FUNCTION_NOT_FOUND
             for read in reads
@@ -102,9 +94,7 @@ class NvmlCard:
         self.mig: list[dict[str, str]] | None = None
         self.incomplete = False  # set by a read whose values count and that must be repeated at once
         self.unasked = False  # set by a read that has values without a call of the driver
-        self._clock = clock
-        self.report = report
-        self._reads = reads
+        self._clock, self._reads = clock, reads
         self._unaskable: dict[Key, int] = {}  # fields that make a whole call fail
         self._meters: dict[str, gpm.Meter] = {}
         self._held: dict[Read, list[Sample]] = {}

@@ -56,19 +56,21 @@ ECC_CORRECTED, ECC_UNCORRECTED = (3, 0), (4, 0)
 NVLINK_DATA_SENT, NVLINK_DATA_RECEIVED = (138, ALL_LINKS), (139, ALL_LINKS)
 PCIE_SENT, PCIE_RECEIVED = (197, 0), (198, 0)
 
+# fmt: off
+# Tables: the formatter would print one entry a line.
+CLOCK_SECONDS = {74: "sw_power_cap", 76: "sync_boost", 269: "sw_thermal_slowdown", 270: "hw_thermal_slowdown",
+                 271: "hw_power_brake_slowdown"}
+OLD_SECONDS = {75: "thermal", 77: "board_limit", 78: "low_utilization", 79: "reliability"}
+PCIE_ERRORS = {95: "replay_rollover", 169: "l0_to_recovery", 174: "nak_received", 175: "receiver", 176: "bad_tlp",
+               177: "nak_sent", 178: "bad_dllp", 181: "unsupported_request", 182: "lcrc", 183: "lane"}
+# fmt: on
+
 # Requested at every read.
 FAST = (
     NvmlField(82, m.GPU_MEMORY_TEMPERATURE_CELSIUS),
     NvmlField(83, m.GPU_ENERGY_JOULES_TOTAL),
-    NvmlField(74, m.GPU_CLOCK_EVENT_SECONDS_TOTAL, ("sw_power_cap",)),
-    NvmlField(76, m.GPU_CLOCK_EVENT_SECONDS_TOTAL, ("sync_boost",)),
-    NvmlField(269, m.GPU_CLOCK_EVENT_SECONDS_TOTAL, ("sw_thermal_slowdown",)),
-    NvmlField(270, m.GPU_CLOCK_EVENT_SECONDS_TOTAL, ("hw_thermal_slowdown",)),
-    NvmlField(271, m.GPU_CLOCK_EVENT_SECONDS_TOTAL, ("hw_power_brake_slowdown",)),
-    NvmlField(75, m.GPU_CLOCK_EVENT_SECONDS_TOTAL, ("thermal",), instead_of=270),
-    NvmlField(77, m.GPU_CLOCK_EVENT_SECONDS_TOTAL, ("board_limit",), instead_of=270),
-    NvmlField(78, m.GPU_CLOCK_EVENT_SECONDS_TOTAL, ("low_utilization",), instead_of=270),
-    NvmlField(79, m.GPU_CLOCK_EVENT_SECONDS_TOTAL, ("reliability",), instead_of=270),
+    *(NvmlField(id, m.GPU_CLOCK_EVENT_SECONDS_TOTAL, (event,)) for id, event in CLOCK_SECONDS.items()),
+    *(NvmlField(id, m.GPU_CLOCK_EVENT_SECONDS_TOTAL, (event,), instead_of=270) for id, event in OLD_SECONDS.items()),
     NvmlField(3, m.GPU_ECC_ERRORS_TOTAL, ("corrected",)),
     NvmlField(4, m.GPU_ECC_ERRORS_TOTAL, ("uncorrected",)),
     NvmlField(230, m.GPU_RECOVERY_ACTION_ID),
@@ -99,16 +101,7 @@ SLOW = (
     NvmlField(173, m.GPU_PCIE_ERRORS_TOTAL, ("correctable",)),
     NvmlField(179, m.GPU_PCIE_ERRORS_TOTAL, ("non_fatal",)),
     NvmlField(180, m.GPU_PCIE_ERRORS_TOTAL, ("fatal",)),
-    NvmlField(95, m.GPU_PCIE_ERRORS_TOTAL, ("replay_rollover",), once=True),
-    NvmlField(169, m.GPU_PCIE_ERRORS_TOTAL, ("l0_to_recovery",), once=True),
-    NvmlField(174, m.GPU_PCIE_ERRORS_TOTAL, ("nak_received",), once=True),
-    NvmlField(175, m.GPU_PCIE_ERRORS_TOTAL, ("receiver",), once=True),
-    NvmlField(176, m.GPU_PCIE_ERRORS_TOTAL, ("bad_tlp",), once=True),
-    NvmlField(177, m.GPU_PCIE_ERRORS_TOTAL, ("nak_sent",), once=True),
-    NvmlField(178, m.GPU_PCIE_ERRORS_TOTAL, ("bad_dllp",), once=True),
-    NvmlField(181, m.GPU_PCIE_ERRORS_TOTAL, ("unsupported_request",), once=True),
-    NvmlField(182, m.GPU_PCIE_ERRORS_TOTAL, ("lcrc",), once=True),
-    NvmlField(183, m.GPU_PCIE_ERRORS_TOTAL, ("lane",), once=True),
+    *(NvmlField(id, m.GPU_PCIE_ERRORS_TOTAL, (error,), once=True) for id, error in PCIE_ERRORS.items()),
 )
 # NVLink 3 and older count per GPU. Requested on a GPU with links if none has 161-163.
 OLD_LINKS = (
@@ -125,55 +118,34 @@ LINK_STATES = {0: "inactive", 1: "active", 2: "sleep", 3: "disabled"}
 ACTIVE, SLEEP = 1, 2
 # NVML_NVLINK_VERSION_*.
 LINK_VERSIONS = {1: "1.0", 2: "2.0", 3: "2.2", 4: "3.0", 5: "3.1", 6: "4.0", 7: "5.0", 8: "6.0"}
+# fmt: off
+# Tables: the formatter would print one entry a line.
 LINK_ERRORS = {
-    161: "replay",
-    162: "recovery",
-    163: "crc",
-    206: "malformed_packet",
-    207: "buffer_overrun",
-    208: "receive",
-    209: "remote",
-    210: "general",
-    211: "local_integrity",
-    212: "transmit_discard",
-    215: "recovery",
-    214: "recovery_failed",
-    219: "effective",
-    221: "symbol",
+    161: "replay", 162: "recovery", 163: "crc", 206: "malformed_packet", 207: "buffer_overrun", 208: "receive",
+    209: "remote", 210: "general", 211: "local_integrity", 212: "transmit_discard", 215: "recovery",
+    214: "recovery_failed", 219: "effective", 221: "symbol",
 }
 LINK_BYTES = {202: m.NVLINK_TRANSMIT_BYTES_TOTAL, 204: m.NVLINK_RECEIVE_BYTES_TOTAL}
 # The payload of all links together. Where a card has it, the links are not summed.
 INSTEAD_OF_LINKS = {202: NVLINK_DATA_SENT, 204: NVLINK_DATA_RECEIVED}
-LINK_BERS = {
-    293: m.NVLINK_RAW_BIT_ERROR_RATIO,
-    220: m.NVLINK_EFFECTIVE_BIT_ERROR_RATIO,
-    222: m.NVLINK_SYMBOL_BIT_ERROR_RATIO,
-}
+LINK_BERS = {293: m.NVLINK_RAW_BIT_ERROR_RATIO, 220: m.NVLINK_EFFECTIVE_BIT_ERROR_RATIO,
+             222: m.NVLINK_SYMBOL_BIT_ERROR_RATIO}
 PER_LINK = (LINK_STATE, LINK_SPEED, LINK_VERSION, *LINK_ERRORS, *LINK_BYTES, *LINK_BERS)
 
 # nvmlClocksEventReason*, with the names nvidia-smi uses.
 CLOCK_EVENTS = {
-    0x1: "gpu_idle",
-    0x2: "applications_clocks_setting",
-    0x4: "sw_power_cap",
-    0x8: "hw_slowdown",
-    0x10: "sync_boost",
-    0x20: "sw_thermal_slowdown",
-    0x40: "hw_thermal_slowdown",
-    0x80: "hw_power_brake_slowdown",
+    0x1: "gpu_idle", 0x2: "applications_clocks_setting", 0x4: "sw_power_cap", 0x8: "hw_slowdown", 0x10: "sync_boost",
+    0x20: "sw_thermal_slowdown", 0x40: "hw_thermal_slowdown", 0x80: "hw_power_brake_slowdown",
     0x100: "display_clock_setting",
 }
 
 # NVML_GPU_FABRIC_HEALTH_MASK_*: the first of two bits (0 not supported, 1 yes, 2 no), and the value that is a fault.
 # The last two report a partition and a connection to the fabric manager.
 FABRIC_FAULTS = {
-    0: ("degraded_bandwidth", 1),
-    2: ("route_recovery", 1),
-    4: ("route_unhealthy", 1),
-    6: ("access_timeout", 1),
-    12: ("no_partition", 2),
-    14: ("manager_disconnected", 2),
+    0: ("degraded_bandwidth", 1), 2: ("route_recovery", 1), 4: ("route_unhealthy", 1), 6: ("access_timeout", 1),
+    12: ("no_partition", 2), 14: ("manager_disconnected", 2),
 }
+# fmt: on
 # Four bits from here on: 0 not supported, 1 none, other values a kind of wrong configuration.
 FABRIC_CONFIGURATION_SHIFT = 8
 

@@ -1,9 +1,8 @@
 """GPU performance monitoring (GPM): activity of the parts of a GPU, as counters.
 
-Two samples of the hardware counters give the mean over the time between them. Mean times time, summed, is a counter
-that any number of scrapers see the same way. https://docs.nvidia.com/deploy/nvml-api/group__nvmlGpmFunctions.html.
-Hopper and later; before that only DCGM has these numbers. While a profiler (Nsight, CUPTI) holds the hardware counters
-there are no values, and the profiled seconds do not rise.
+Two samples of the hardware counters give the mean over the time between them. Mean times time, summed, is a counter.
+https://docs.nvidia.com/deploy/nvml-api/group__nvmlGpmFunctions.html. Hopper and later; before that only DCGM has these
+numbers. While a profiler (Nsight, CUPTI) holds the hardware counters, the profiled seconds do not rise.
 """
 
 from __future__ import annotations
@@ -59,10 +58,7 @@ class GpmActivity:
 
 
 class Meter:
-    """Integrator of the activity of one GPU or MIG GPU instance over calls of `advance`.
-
-    `take` fills a sample, `metrics` are the requested ids. Two samples of NVML's memory are held until `close`.
-    """
+    """Integrator of the activity of one GPU or GPU instance. `take` fills a sample, `metrics` are the requested ids."""
 
     def __init__(
         self,
@@ -73,9 +69,7 @@ class Meter:
         clock: Callable[[], float],
     ) -> None:
         self.activity = activity
-        self._nvml = nvml
-        self._take = take
-        self._clock = clock
+        self._nvml, self._take, self._clock = nvml, take, clock
         self._before: Any = None
         self._after: Any = None
         self._taken_at: float | None = None
@@ -88,10 +82,7 @@ class Meter:
             answer.metricId = metric
 
     def advance(self) -> bool:
-        """Take a sample and add the activity since the last one. Return False if that is too recent.
-
-        Raises NVMLError, and that interval is then a gap.
-        """
+        """Add the activity since the last sample. Return False if it is too recent. Raises NVMLError, leaving a gap."""
         now = self._clock()
         if self._taken_at is not None and now - self._taken_at < SHORTEST_INTERVAL:
             return False

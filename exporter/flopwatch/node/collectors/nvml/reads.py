@@ -84,9 +84,7 @@ def _links(card: NvmlCard) -> Values:
     links = range(int(count))
     added_up = {field_id for field_id, whole in fields.INSTEAD_OF_LINKS.items() if whole in card.lacks}
     needless = fields.INSTEAD_OF_LINKS.keys() - added_up
-    wanted = [
-        field_id for field_id in fields.PER_LINK if (field_id, None) not in card.lacks and field_id not in needless
-    ]
+    wanted = [id for id in fields.PER_LINK if (id, None) not in card.lacks and id not in needless]
     if not links or not wanted:
         return
     answers, refused = card.ask([(field_id, link) for field_id in wanted for link in links])
@@ -122,24 +120,6 @@ def _memory(card: NvmlCard) -> Values:
     yield m.GPU_MEMORY_USED_BYTES, (), memory.used
     yield m.GPU_MEMORY_TOTAL_BYTES, (), memory.total
     yield m.GPU_MEMORY_RESERVED_BYTES, (), memory.reserved
-
-
-def _memory_v1(card: NvmlCard) -> Values:
-    memory = card.nvml.nvmlDeviceGetMemoryInfo(card.handle)
-    yield m.GPU_MEMORY_USED_BYTES, (), memory.used
-    yield m.GPU_MEMORY_TOTAL_BYTES, (), memory.total
-
-
-def _bar1(card: NvmlCard) -> Values:
-    memory = card.nvml.nvmlDeviceGetBAR1MemoryInfo(card.handle)
-    yield m.GPU_BAR1_USED_BYTES, (), memory.bar1Used
-    yield m.GPU_BAR1_TOTAL_BYTES, (), memory.bar1Total
-
-
-def _utilization(card: NvmlCard) -> Values:
-    utilization = card.nvml.nvmlDeviceGetUtilizationRates(card.handle)
-    yield m.GPU_UTILIZATION_RATIO, (), utilization.gpu
-    yield m.GPU_MEMORY_COPY_UTILIZATION_RATIO, (), utilization.memory
 
 
 def _clock_events(card: NvmlCard, call: str) -> Values:
@@ -197,26 +177,12 @@ def _sram(card: NvmlCard) -> Values:
     yield m.GPU_SRAM_ERROR_THRESHOLD_EXCEEDED, (), status.bThresholdExceeded
 
 
-def _remapped_rows(card: NvmlCard) -> Values:
-    corrected, uncorrected, pending, failure = card.nvml.nvmlDeviceGetRemappedRows(card.handle)
-    yield m.GPU_REMAPPED_ROWS_TOTAL, ("corrected",), corrected
-    yield m.GPU_REMAPPED_ROWS_TOTAL, ("uncorrected",), uncorrected
-    yield m.GPU_ROW_REMAP_PENDING, (), pending
-    yield m.GPU_ROW_REMAP_FAILURE, (), failure
-
-
 def _spare_rows(card: NvmlCard) -> Values:
     histogram = card.nvml.nvmlDeviceGetRowRemapperHistogram(card.handle)
     for availability in ("max", "high", "partial", "low", "none"):
         count = getattr(histogram, availability)
         if availability == "max" or card.notable(m.GPU_ROW_REMAP_BANKS, (availability,), count):
             yield m.GPU_ROW_REMAP_BANKS, (availability,), count
-
-
-def _repair(card: NvmlCard) -> Values:
-    channel, tpc = card.nvml.nvmlDeviceGetRepairStatus(card.handle)
-    yield m.GPU_REPAIR_PENDING, ("channel",), channel
-    yield m.GPU_REPAIR_PENDING, ("tpc",), tpc
 
 
 def _fabric(card: NvmlCard, structure: str) -> Values:
@@ -324,10 +290,7 @@ def _activity(card: NvmlCard) -> Values:
 
 
 def _advance(card: NvmlCard, meter: gpm.Meter) -> Exception | None:
-    """Return the error of a meter that could not advance, such as a profiler holding the hardware counters.
-
-    The counts so far stay. Raises NVMLError for errors that last.
-    """
+    """Return the error of a meter that a profiler, for example, holds back. Raises NVMLError for errors that last."""
     try:
         card.unasked = not meter.advance()
     except card.nvml.NVMLError as error:
@@ -366,6 +329,17 @@ def _value(
     return Read(name, values, **how)
 
 
+def _parts(name: str, *parts: tuple[Metric, tuple[str, ...], str | int], **how: Any) -> Read:
+    """Return the read of a call whose answer has several numbers, by member of a structure or position in a list."""
+
+    def values(card: NvmlCard) -> Values:
+        answer = getattr(card.nvml, name)(card.handle)
+        for row, labels, part in parts:
+            yield row, labels, answer[part] if isinstance(part, int) else getattr(answer, part)
+
+    return Read(name, values, **how)
+
+
 # Not a field: the key in `latest` of whether the card has GPM.
 GPM = (-1, 0)
 GRAPHICS_CLOCK, SM_CLOCK, MEMORY_CLOCK, VIDEO_CLOCK = range(4)  # nvmlClockType_t
@@ -375,13 +349,10 @@ _TEMPERATURE = _value(m.GPU_TEMPERATURE_CELSIUS, "nvmlDeviceGetTemperatureV", 0)
 CLOCK_EVENTS = "nvmlDeviceGetCurrentClocksEventReasons"
 OLD_CLOCK_EVENTS = "nvmlDeviceGetCurrentClocksThrottleReasons"  # before R535
 _CLOCK_EVENTS = Read(CLOCK_EVENTS, partial(_clock_events, call=CLOCK_EVENTS))
-_FABRIC = Read(
-    "nvmlDeviceGetGpuFabricInfoV",
-    partial(_fabric, structure="c_nvmlGpuFabricInfo_v3_t"),
-    SELDOM,
-    needs=("c_nvmlGpuFabricInfo_v3_t",),
-    whole=True,
-)
+# fmt: off
+# Tables: the formatter would print one argument a line.
+_FABRIC = Read("nvmlDeviceGetGpuFabricInfoV", partial(_fabric, structure="c_nvmlGpuFabricInfo_v3_t"), SELDOM,
+               needs=("c_nvmlGpuFabricInfo_v3_t",), whole=True)
 
 # In this order, a change of MIG mode precedes what depends on it, and a missing field precedes its replacement.
 READS: tuple[Read, ...] = (
@@ -393,26 +364,21 @@ READS: tuple[Read, ...] = (
     Read("nvmlGpmMigSampleGet", _instance_activity, needs=("nvmlGpmQueryDeviceSupport", "nvmlGpmMetricsGet")),
     _value(m.GPU_ENERGY_JOULES_TOTAL, "nvmlDeviceGetTotalEnergyConsumption", instead_of=((83, 0),)),
     _MEMORY,
-    Read("nvmlDeviceGetMemoryInfo", _memory_v1, instead_of=(_MEMORY,)),
-    Read("nvmlDeviceGetBAR1MemoryInfo", _bar1, SELDOM),
-    Read("nvmlDeviceGetUtilizationRates", _utilization),
+    _parts("nvmlDeviceGetMemoryInfo", (m.GPU_MEMORY_USED_BYTES, (), "used"), (m.GPU_MEMORY_TOTAL_BYTES, (), "total"),
+           instead_of=(_MEMORY,)),
+    _parts("nvmlDeviceGetBAR1MemoryInfo", (m.GPU_BAR1_USED_BYTES, (), "bar1Used"),
+           (m.GPU_BAR1_TOTAL_BYTES, (), "bar1Total"), every=SELDOM),
+    _parts("nvmlDeviceGetUtilizationRates", (m.GPU_UTILIZATION_RATIO, (), "gpu"),
+           (m.GPU_MEMORY_COPY_UTILIZATION_RATIO, (), "memory")),
     _value(m.GPU_ENCODER_UTILIZATION_RATIO, "nvmlDeviceGetEncoderUtilization", item=0, every=SELDOM),
     _value(m.GPU_DECODER_UTILIZATION_RATIO, "nvmlDeviceGetDecoderUtilization", item=0, every=SELDOM),
     Read("nvmlDeviceGetComputeRunningProcesses_v3", _processes, SELDOM),
     _TEMPERATURE,
     _value(m.GPU_TEMPERATURE_CELSIUS, "nvmlDeviceGetTemperature", 0, instead_of=(_TEMPERATURE,)),
     _value(m.GPU_TEMPERATURE_MARGIN_CELSIUS, "nvmlDeviceGetMarginTemperature"),
-    *(
-        _value(
-            m.GPU_TEMPERATURE_LIMIT_CELSIUS,
-            "nvmlDeviceGetTemperatureThreshold",
-            threshold,
-            labels=(limit,),
-            every=ONCE,
-            instead_of=((193, 0), (194, 0)),
-        )
-        for threshold, limit in THRESHOLDS.items()
-    ),
+    *(_value(m.GPU_TEMPERATURE_LIMIT_CELSIUS, "nvmlDeviceGetTemperatureThreshold", threshold,
+             labels=(limit,), every=ONCE, instead_of=((193, 0), (194, 0)))
+      for threshold, limit in THRESHOLDS.items()),
     _value(m.GPU_POWER_WATTS, "nvmlDeviceGetPowerUsage"),
     _value(m.GPU_POWER_LIMIT_WATTS, "nvmlDeviceGetEnforcedPowerLimit", every=SELDOM),
     _value(m.GPU_POWER_LIMIT_DEFAULT_WATTS, "nvmlDeviceGetPowerManagementDefaultLimit", every=ONCE),
@@ -428,9 +394,12 @@ READS: tuple[Read, ...] = (
     Read(OLD_CLOCK_EVENTS, partial(_clock_events, call=OLD_CLOCK_EVENTS), instead_of=(_CLOCK_EVENTS,)),
     Read("nvmlDeviceGetMemoryErrorCounter", _ecc_locations, SELDOM),
     Read("nvmlDeviceGetSramEccErrorStatus", _sram, SELDOM, needs=("c_nvmlEccSramErrorStatus_v1_t",)),
-    Read("nvmlDeviceGetRemappedRows", _remapped_rows, SELDOM, instead_of=((142, 0), (143, 0))),
+    _parts("nvmlDeviceGetRemappedRows", (m.GPU_REMAPPED_ROWS_TOTAL, ("corrected",), 0),
+           (m.GPU_REMAPPED_ROWS_TOTAL, ("uncorrected",), 1), (m.GPU_ROW_REMAP_PENDING, (), 2),
+           (m.GPU_ROW_REMAP_FAILURE, (), 3), every=SELDOM, instead_of=((142, 0), (143, 0))),
     Read("nvmlDeviceGetRowRemapperHistogram", _spare_rows, SELDOM),
-    Read("nvmlDeviceGetRepairStatus", _repair, SELDOM),
+    _parts("nvmlDeviceGetRepairStatus", (m.GPU_REPAIR_PENDING, ("channel",), 0), (m.GPU_REPAIR_PENDING, ("tpc",), 1),
+           every=SELDOM),
     _value(m.GPU_PCIE_GENERATION, "nvmlDeviceGetCurrPcieLinkGeneration", every=SELDOM),
     _value(m.GPU_PCIE_GENERATION_MAX, "nvmlDeviceGetMaxPcieLinkGeneration", every=ONCE),
     _value(m.GPU_PCIE_WIDTH_LANES, "nvmlDeviceGetCurrPcieLinkWidth", every=SELDOM),
@@ -438,12 +407,7 @@ READS: tuple[Read, ...] = (
     _value(m.GPU_PERSISTENCE_MODE, "nvmlDeviceGetPersistenceMode", every=SELDOM),
     _value(m.GPU_ECC_MODE, "nvmlDeviceGetEccMode", item=0, every=SELDOM),
     _FABRIC,
-    Read(
-        "nvmlDeviceGetGpuFabricInfoV",
-        partial(_fabric, structure="c_nvmlGpuFabricInfo_v2_t"),
-        SELDOM,
-        needs=("c_nvmlGpuFabricInfo_v2_t",),
-        instead_of=(_FABRIC,),
-        whole=True,
-    ),
+    Read("nvmlDeviceGetGpuFabricInfoV", partial(_fabric, structure="c_nvmlGpuFabricInfo_v2_t"), SELDOM,
+         needs=("c_nvmlGpuFabricInfo_v2_t",), instead_of=(_FABRIC,), whole=True),
 )
+# fmt: on

@@ -11,6 +11,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,24 +19,8 @@ from flopwatch import catalogue as m
 from flopwatch.catalogue import Sample
 from flopwatch.catalogue.xid import paging_xids, sxids, xids
 from flopwatch.node.collectors import RestartReader, StateFile, Unsupported, read_inventory
-from flopwatch.node.collectors.xid import nvlink5 as nvlink5
+from flopwatch.node.collectors.xid import kernel_lines, nvlink5
 from flopwatch.node.collectors.xid.counts import OTHER, OTHER_XID, Counts
-from flopwatch.node.collectors.xid.kernel_lines import (
-    NODE_EVENTS,
-    RECOVERY_ACTION,
-    RELEVANT,
-    introductions,
-    node_events,
-    oom_kills,
-    recovery_action,
-    switch_errors,
-)
-from flopwatch.node.collectors.xid.kernel_lines import OFF_THE_BUS as OFF_THE_BUS
-from flopwatch.node.collectors.xid.kernel_lines import KernelRecord as KernelRecord
-from flopwatch.node.collectors.xid.kernel_lines import XidEvent as XidEvent
-from flopwatch.node.collectors.xid.kernel_lines import events as events
-from flopwatch.node.collectors.xid.kernel_lines import pci_address as pci_address
-from flopwatch.node.collectors.xid.kernel_lines import record as record
 from flopwatch.node.collectors.xid.kernel_log import KernelLog, LogEntry
 from flopwatch.node.collectors.xid.nvml_events import UNKNOWN_XID, NvmlEvent, Watcher
 from flopwatch.node.collectors.xid.reconcile import Reconciler
@@ -47,8 +32,7 @@ BEFORE_NVLINK_5 = (46, 74, 109, 136, 143)
 WITH_NVLINK_5 = (144, 145, 146, 149, 150)
 _NVLINK_5 = re.compile(r"\bG?B[0-9]00\b")  # in the model, such as NVIDIA B200 or NVIDIA GB300
 
-# Seconds within which the kernel log and NVML report one event. The driver also reports a GPU off the bus twice: with a
-# number and without.
+# Seconds within which the kernel log and NVML report one event. A GPU off the bus is in the log twice.
 SAME_EVENT_SECONDS = 60.0
 # Seconds at the start for which a GPU with Xids may stay unnamed, until the source of GPU names has answered.
 STRANGER_SECONDS = 60.0
@@ -86,10 +70,8 @@ class Xid:
         clock: Callable[[], float] = time.time,
         follow: bool = False,
     ) -> None:
-        self._gpus = gpus
-        self._watcher = watcher
-        self._clock = clock
-        self._follow = follow
+        self._gpus, self._watcher = gpus, watcher
+        self._clock, self._follow = clock, follow
         self._started = clock()
         self._state = StateFile(state)
         stored = self._state.load()
@@ -100,7 +82,7 @@ class Xid:
         numbering, place, since = (stored.get(key) for key in ("log", "next", "since"))
         self._kernel = KernelLog(
             str(kmsg),
-            RELEVANT,
+            kernel_lines.RELEVANT,
             boot_id,
             booted,
             clock,
@@ -165,7 +147,9 @@ class Xid:
     def _parts(self, known: Mapping[str, Mapping[str, str]]) -> dict[str, tuple[str, str]]:
         """Return index and uuid of the GPUs by PCI address, from the inventory and from NVML's events."""
         parts = {
-            pci_address(part["pci_bus_id"]): (part["gpu"], uuid) for uuid, part in known.items() if part["pci_bus_id"]
+            kernel_lines.pci_address(part["pci_bus_id"]): (part["gpu"], uuid)
+            for uuid, part in known.items()
+            if part["pci_bus_id"]
         }
         # Without a folder for its inventory the NVML source cannot report them.
         for pci, device in list(self._watcher.devices.items()) if self._watcher is not None else ():
@@ -176,9 +160,9 @@ class Xid:
     def _take_record(self, entry: LogEntry, owners: Mapping[str, str], versions: Mapping[str, str]) -> None:
         text, at = entry.record.text, entry.at
         counts = self._counts
-        for pci, uuid in introductions(text):
+        for pci, uuid in kernel_lines.introductions(text):
             counts.introduce(pci, uuid)
-        for event in events(text):
+        for event in kernel_lines.events(text):
             owner = owners.get(event.pci, event.pci)
             source = "kernel_log" if event.numbered else "unnumbered"
             code = counts.counted_as(owner, event.xid)
@@ -187,14 +171,15 @@ class Xid:
             link = nvlink5.decode(event.xid, event.detail, versions.get(owner, ""))
             if link is not None:
                 counts.link(owner, (str(event.xid), *link))
-            action = recovery_action(event.detail) if event.xid == RECOVERY_ACTION else None
+            recovers = event.xid == kernel_lines.RECOVERY_ACTION
+            action = kernel_lines.recovery_action(event.detail) if recovers else None
             if action is not None and owner in counts.xids:
                 counts.recovery[owner] = action
-        for switch, sxid in switch_errors(text):
+        for switch, sxid in kernel_lines.switch_errors(text):
             counts.switch(switch, sxid, at)
-        for name in node_events(text):
+        for name in kernel_lines.node_events(text):
             counts.node[name] = counts.node.get(name, 0) + 1
-        for pid in oom_kills(text):
+        for pid in kernel_lines.oom_kills(text):
             counts.oom_kill(pid, at)
         self._unsaved = True
 
@@ -268,7 +253,7 @@ class Xid:
             labels = (sxid, meaning.name, meaning.category, meaning.severity, meaning.action)
             yield m.NVLINK_SWITCH_SXID_INFO, labels, 1
         if self._had_kernel_log:
-            for name in NODE_EVENTS:
+            for name in kernel_lines.NODE_EVENTS:
                 yield m.HOST_KERNEL_EVENTS_TOTAL, (name,), self._counts.node.get(name, 0)
         for pid, at in self._counts.killed.items():
             yield m.HOST_OOM_KILLED_TIMESTAMP_SECONDS, (str(pid),), at
@@ -283,34 +268,22 @@ def _earlier_events(stored: Any) -> Iterator[tuple[tuple[str, int], float, list[
     for item in stored if isinstance(stored, list) else ():
         if (
             isinstance(item, list)
-            and list(map(type, item)) in (_STORED, _STORED_WHOLE)
+            and list(map(type, item)) in ([str, int, float, list], [str, int, int, list])
             and all(isinstance(source, str) for source in item[3])
         ):
             pci, code, at, sources = item
             yield (pci, code), float(at), sources
 
 
-_STORED, _STORED_WHOLE = [str, int, float, list], [str, int, int, list]
-
-
 def build(kmsg: str, gpus: str, state: str, nvml: str = "", library: Any = None) -> Xid:
-    """Return the collector of this boot's kernel log and, unless `nvml` is empty, of NVML's events.
-
-    `library` is the pynvml module, imported if None.
-    """
+    """Return the collector of the kernel log and, unless `nvml` is empty, of NVML's events through `library`."""
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    watcher = _watcher(library) if nvml else None
+    if nvml and library is None:
+        try:
+            library = import_module("pynvml")
+        except ImportError as error:
+            log.warning("no Xids from NVML: %s; install flopwatch[exporter]", error)
+    watcher = Watcher(library) if nvml and library is not None else None
     if watcher is not None:
         watcher.start(NVML_PATIENCE)
     return Xid(kmsg, Path(gpus), Path(state), boot_id, watcher=watcher, follow=True)
-
-
-def _watcher(library: Any) -> Watcher | None:
-    if library is not None:
-        return Watcher(library)
-    try:
-        import pynvml
-    except ImportError as error:
-        log.warning("no Xids from NVML: %s; install flopwatch[exporter]", error)
-        return None
-    return Watcher(pynvml)

@@ -10,8 +10,7 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-# Limits: owners that are PCI addresses, different Xids and link errors of one GPU, different errors of all switches. An
-# Xid has two series, and a GPU 120 in all.
+# Limits: owners that are PCI addresses, different Xids and link errors of one GPU, different errors of all switches.
 MAX_STRANGERS, MAX_CODES, MAX_LINK_ERRORS, MAX_SWITCH_ERRORS = 64, 24, 24, 256
 # Limit of the last processes killed for lack of memory.
 MAX_KILLED = 8
@@ -120,9 +119,7 @@ class Counts:
         """Return the JSON object that `load` accepts."""
         return {
             "counts": self.xids,
-            "links": {
-                owner: [[*error, number] for error, number in errors.items()] for owner, errors in self.links.items()
-            },
+            "links": {owner: [[*key, count] for key, count in errors.items()] for owner, errors in self.links.items()},
             "notices": self.notices,
             "recovery": self.recovery,
             "switches": [[*error, *count] for error, count in self.switches.items()],

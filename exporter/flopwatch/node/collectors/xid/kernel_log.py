@@ -1,12 +1,12 @@
 """Reader of the kernel log: `/dev/kmsg`, the socket of `flopwatch kmsg`, or a regular file of such records.
 
 The device (https://www.kernel.org/doc/Documentation/ABI/testing/dev-kmsg) gives one record per read, from the oldest
-one in the kernel's ring buffer. It requires root or CAP_SYSLOG. The socket (node/kmsg.py) streams the same records to
+one in the kernel's ring buffer, and requires root or CAP_SYSLOG. The socket (node/kmsg.py) streams the same records to
 unprivileged processes. The ring is short, so a thread also reads both between scrapes. Lost records show as a gap in
-the record numbers. A file has neither loss nor thread.
+the record numbers.
 
 Work and memory are bounded: a pull ends after SLICE seconds or FILE_BYTES and later continues from there. Only records
-that match `relevant` are kept, at most MAX_ENTRIES of them. Longer text than a record can have is dropped.
+that match `relevant` are kept, at most MAX_ENTRIES of them.
 """
 
 from __future__ import annotations
@@ -73,8 +73,7 @@ class KernelLog:
         self.error = "not read yet"
         self._relevant = relevant
         self._boot = f"boot {boot_id}"
-        self._booted = booted
-        self._clock = clock
+        self._booted, self._clock = booted, clock
         self._lock = threading.Lock()
         self._entries: deque[LogEntry] = deque()
         self._next = place
@@ -115,7 +114,7 @@ class KernelLog:
         pause = PAUSE
         while not self._closed.wait(pause):
             opened = self._open
-            if opened is not None and not opened.wait(RETRY):
+            if opened is not None and not _readable(opened.file, RETRY):
                 continue
             with self._lock:
                 # `drain` opens a failed device again and reports the error. A socket is opened here as well.
@@ -212,21 +211,17 @@ class KernelLog:
 
 
 class _Device:
-    """Open /dev/kmsg."""
+    """Open /dev/kmsg, with its file descriptor."""
 
-    def __init__(self, device: int) -> None:
-        self._device = device
-
-    def wait(self, seconds: float) -> bool:
-        """Return whether there is something to read within this time."""
-        return _readable(self._device, seconds)
+    def __init__(self, file: int) -> None:
+        self.file = file
 
     def pull(self, take: Callable[[bytes], None]) -> bool:
         """Pass records to `take`. Return whether these were all. Raises OSError."""
         until = time.monotonic() + SLICE
         while time.monotonic() < until:
             try:
-                data = os.read(self._device, RECORD_BYTES)
+                data = os.read(self.file, RECORD_BYTES)
             except BlockingIOError:
                 return True
             except BrokenPipeError:
@@ -237,38 +232,34 @@ class _Device:
         return False
 
     def close(self) -> None:
-        os.close(self._device)
+        os.close(self.file)
 
 
 class _Socket:
     """Connection to `flopwatch kmsg`, which sends the records from `sequence` on."""
 
     def __init__(self, path: str, sequence: int) -> None:
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.file = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._buffer = b""
         self._caught_up = False
         self._too_long = False
         try:
-            self._socket.settimeout(CONNECT)
-            self._socket.connect(path)
-            self._socket.sendall(b"%d\n" % sequence)
-            self._socket.setblocking(False)
+            self.file.settimeout(CONNECT)
+            self.file.connect(path)
+            self.file.sendall(b"%d\n" % sequence)
+            self.file.setblocking(False)
         except OSError:
-            self._socket.close()
+            self.file.close()
             raise
-
-    def wait(self, seconds: float) -> bool:
-        """Return whether there is something to read within this time."""
-        return _readable(self._socket.fileno(), seconds)
 
     def pull(self, take: Callable[[bytes], None]) -> bool:
         """Pass records to `take`. Return whether these were all. Raises OSError."""
         begin = time.monotonic()
         while time.monotonic() < begin + SLICE:
             try:
-                data = self._socket.recv(CHUNK_BYTES)
+                data = self.file.recv(CHUNK_BYTES)
             except BlockingIOError:
-                if self._caught_up or not _readable(self._socket.fileno(), begin + CONNECT - time.monotonic()):
+                if self._caught_up or not _readable(self.file, begin + CONNECT - time.monotonic()):
                     return self._caught_up
                 continue
             if not data:
@@ -284,10 +275,11 @@ class _Socket:
         return False
 
     def close(self) -> None:
-        self._socket.close()
+        self.file.close()
 
 
-def _readable(file: int, seconds: float) -> bool:
+def _readable(file: int | socket.socket, seconds: float) -> bool:
+    """Return whether there is something to read within this time, and False if the file is closed."""
     ready = select.poll()
     with suppress(OSError, ValueError):
         ready.register(file, select.POLLIN)

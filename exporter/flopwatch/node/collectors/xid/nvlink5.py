@@ -1,10 +1,9 @@
 """Decoder of NVLink Xids: 144 to 150 (NVLink 5) and 74 (NVLink 4 and older).
 
-Pure functions over the text after `Xid (PCI:...): N, `. NVLink 5 writes unit, severity, link and six words. The first
-two, interrupt information and error status, are looked up in `data/xid_nvlink5.csv` (NVIDIA's Xid catalogue,
-https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html). The driver changed the bit layout of the first
-word in release 575. Xid 74 has seven register words instead, read as in https://github.com/NVIDIA/NVSentinel/pull/1526.
-An error without a row in the table has no action.
+The input is the text after `Xid (PCI:...): N, `. NVLink 5 writes unit, severity, link and six words. The first two,
+interrupt information and error status, are looked up in `data/xid_nvlink5.csv` (NVIDIA's Xid catalogue,
+https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html). Xid 74 has seven register words instead, read as
+in https://github.com/NVIDIA/NVSentinel/pull/1526. An error without a row in the table has no action.
 """
 
 from __future__ import annotations

@@ -2,11 +2,10 @@
 
 https://docs.nvidia.com/deploy/nvml-api/group__nvmlEvents.html. Missing: the text, events before registration or without
 a driver, and MIG instances (an event of one names its GPU). An event with Xid 0 is a clock event that shares the set
-(https://github.com/leptonai/gpud). 999 stands for an Xid that NVML does not know. On Linux every Xid is delivered, not
-only critical ones.
+(https://github.com/leptonai/gpud). 999 stands for an Xid that NVML does not know.
 
 A thread waits for events, because NVML may hang and the reader must answer. After an error, and at intervals while a
-GPU is missing, NVML is shut down and everything is registered again. Events in between are lost.
+GPU is missing, everything is registered again. Events in between are lost.
 """
 
 from __future__ import annotations
@@ -59,8 +58,7 @@ class Watcher:
         self, library: Any, clock: Callable[[], float] = time.time, first_backoff: float = FIRST_BACKOFF
     ) -> None:
         self._nvml = library
-        self._clock = clock
-        self._first_backoff = first_backoff
+        self._clock, self._first_backoff = clock, first_backoff
         self._events: deque[NvmlEvent] = deque(maxlen=MAX_EVENTS)
         self._stopped = threading.Event()
         self._settled = threading.Event()

@@ -1,11 +1,8 @@
 """Count of events that several sources report: the kernel log and NVML's event set.
 
-Pure: no clock, no I/O. A source may lose events and may report late, but reports each event at most once and in order.
-Then, for the events of one key:
-
-- if one source reported all of them, the count is right: N kernel lines and M NVML events are max(N, M);
-- if they are further apart than the window, the count is right whichever source saw which;
-- the count is never too high, and too low only if within one window each source lost events that another saw.
+A source may lose events and may report late, but reports each event at most once and in order. For the events of one
+key, the count is right if one source reported all of them, or if they are further apart than the window. It is never
+too high, and too low only if within one window each source lost events that another saw.
 """
 
 from __future__ import annotations
