@@ -1,7 +1,5 @@
 """The two HTTP applications of the exporter: /metrics for Prometheus, and the OTLP intake for training processes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from html import escape
 from pathlib import Path

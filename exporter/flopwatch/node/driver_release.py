@@ -5,8 +5,6 @@ Unix time of the end; 0 ends the release early. The exporter closes its handles 
 `released`. It deletes both files at the end, so that a release survives a restart. Procedure: docs/release.md.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 import threading

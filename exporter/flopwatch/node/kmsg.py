@@ -6,8 +6,6 @@ last record that existed, the line ` caught up`. A slow client finds a gap in th
 stops reading is dropped.
 """
 
-from __future__ import annotations
-
 import errno
 import grp
 import os

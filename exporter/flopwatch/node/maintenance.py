@@ -4,8 +4,6 @@ The end is kept in the file `maintenance` of the exporter's state folder: login 
 holds a duration such as `2h`, counted from when the file was written, or the Unix time of the end.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 import time

@@ -1,7 +1,5 @@
 """Memory of a process that runs for months: one heap for all threads, and a full garbage collection every minute."""
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import gc

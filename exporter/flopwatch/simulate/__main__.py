@@ -1,7 +1,5 @@
 """Inject faults into a running simulated node: `python -m flopwatch.simulate NODE_DIR xid --gpu 3 --code 79`."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from typing import Any

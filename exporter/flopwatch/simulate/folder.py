@@ -5,8 +5,6 @@ the driver's list of GPUs, `dev` stand-ins for device files. `SimulatedNode.tick
 `simulate/pynvml.py` answers. `faults.json` has the injected faults and the load of each GPU.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

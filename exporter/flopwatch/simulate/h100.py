@@ -3,8 +3,6 @@
 Layout, identities, idle and full-load values are those of captured H100 nodes (tests/captures/SOURCES.md).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from flopwatch.node.collectors.xid.kernel_lines import OFF_THE_BUS

@@ -4,8 +4,6 @@ The exporter, its reader processes and the process that injects a fault may be d
 they stopped when the exporter restarts. `simulate/folder.py` lists the files.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from pathlib import Path

@@ -3,8 +3,6 @@
 Field ids: NVML_FI_* in nvml.h, https://docs.nvidia.com/deploy/nvml-api/group__nvmlFieldValueEnums.html
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ As on a Dell XE9680 (tests/captures/pci), each root port has a switch with one G
 switches. The storage adapter has a root port of its own on the first socket.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """How the GPUs and ports of the simulated node change over time."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

@@ -5,8 +5,6 @@ the last one for ever. A call that was not recorded fails with NVML_ERROR_NOT_SU
 other arguments, else with NVML_ERROR_FUNCTION_NOT_FOUND. The format: `node/capture/recorder.py`.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import types

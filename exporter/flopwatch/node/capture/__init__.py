@@ -5,8 +5,6 @@ A capture is a folder with `nvml.json` (`capture/recorder.py`), `kmsg`, `sys/` w
 read. Everything stays in memory until serials, UUIDs, GUIDs, addresses, processes, users and host names are masked.
 """
 
-from __future__ import annotations
-
 import errno
 import glob
 import os

@@ -5,8 +5,6 @@ before them in a log, host names and every known serial as words. Equal original
 that joins still work. An identity of all zeros means "none" and stays.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable
 

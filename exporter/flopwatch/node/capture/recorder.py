@@ -6,8 +6,6 @@ answer is a number, a text, {"error": nvmlReturn_t}, {"handle": subject}, {"stru
 of these. `simulate/replay.py` replays a recording.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import math

@@ -4,8 +4,6 @@ A collector isolates one field, GPU or port from the next. An error it does not 
 source, never the scrape.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -6,8 +6,6 @@ and underscores from systemd's. Container engines: the container's 64 hexadecima
 /proc is mounted with hidepid, and one of another pod without hostPID.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

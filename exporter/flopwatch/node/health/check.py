@@ -5,8 +5,6 @@ or of a node-problem-detector custom plugin
 (https://github.com/kubernetes/node-problem-detector/blob/master/docs/custom_plugin_monitor.md).
 """
 
-from __future__ import annotations
-
 import json
 import ssl
 import time

@@ -5,8 +5,6 @@ its own lines. They work on a copy of the exporter's state (`--state`). The reas
 answers of NVML's calls (`nvml_answers.py`), that for a missing port series in the kernel's files.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os

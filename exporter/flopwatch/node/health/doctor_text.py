@@ -1,7 +1,5 @@
 """Text form of the doctor's report, wrapped to the terminal."""
 
-from __future__ import annotations
-
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence

@@ -7,8 +7,6 @@ Everything in it may be left out. The roles of ports are compute, storage and ma
 any. `flopwatch check --record` writes what the node has now to STATE/expected.json.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Mapping

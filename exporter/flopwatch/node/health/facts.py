@@ -1,7 +1,5 @@
 """Samples of one look at a node, prepared for the rules of its verdict."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 
 from flopwatch import catalogue as m

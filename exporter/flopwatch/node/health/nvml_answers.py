@@ -1,7 +1,5 @@
 """NVML collector of the doctor, which records what each call answered, and the calls behind each row."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ otherwise NVIDIA's GPU debug guidelines (https://docs.nvidia.com/deploy/gpu-debu
 (https://docs.nvidia.com/deploy/xid-errors/). Ports are judged as in leptonai/gpud and NVIDIA/NVSentinel.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

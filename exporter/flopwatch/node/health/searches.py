@@ -1,7 +1,5 @@
 """Searches for the parts of a node that a rule applies to, for rules that compare several series or expectations."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache

@@ -4,8 +4,6 @@ Readers also write their state files. If a separate look changed them, the expor
 read, or meet files that belong to root.
 """
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Verdict on a node: which rules apply to its samples, and what is expected of it."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -5,8 +5,6 @@ stdout. The process ends when its stdin is closed, also by the death of its pare
 source, so it imports as little as possible.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -7,8 +7,6 @@ quotations of the field reference for 4.7 (1613-1628, 1648). What these do not m
 `Hostname` became `hostname` in 4.8.3, and the old names carry both.
 """
 
-from __future__ import annotations
-
 import csv
 import time
 from collections import defaultdict, deque

@@ -6,8 +6,6 @@ objects. The sample of a histogram has one more label value than its row: the up
 `le`, or `sum`, or `count`, in that order.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Iterable, Sequence
 from math import isfinite

@@ -6,8 +6,6 @@ Xids, SXids and OOM kills is the kernel's, and for other kinds that of the scrap
 part missing. The state at the first scrape is no event. `flopwatch.ledger.attribution` decides what an entry explains.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import threading

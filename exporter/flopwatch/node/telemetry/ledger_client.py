@@ -4,8 +4,6 @@ Records are cumulative, so only the newest of an attempt matter. Records that th
 sent again, those for a remote ledger also on disk. No error here affects a push or a scrape.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

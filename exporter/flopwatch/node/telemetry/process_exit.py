@@ -5,8 +5,6 @@ Only the parent receives an exit status. Others can read it from `/proc/PID/stat
 while the process lived returns it (PIDFD_INFO_EXIT in linux/pidfd.h).
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import signal

@@ -5,8 +5,6 @@ process ends, or `rank_timeout` passes without a push. Its attempt is kept until
 Evidence that appears within five minutes of an unplanned end is sent with a copy of that record.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import os

@@ -7,8 +7,6 @@ tool holds the hardware counters (`dcgmi profile --pause`, Nsight), the counters
 flopwatch_profiling_paused is 1.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections import Counter, defaultdict

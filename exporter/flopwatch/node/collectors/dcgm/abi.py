@@ -5,8 +5,6 @@ The version word of a structure is its size, with a release in the highest byte.
 because DCGM's Python bindings are on no package index. No host engine is started in this process.
 """
 
-from __future__ import annotations
-
 import ctypes
 import uuid
 from collections.abc import Iterator, Sequence

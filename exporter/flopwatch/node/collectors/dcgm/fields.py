@@ -6,8 +6,6 @@ rates are means over the time between two samples of the host engine, ratios 0-1
 the switches through that library. It then also reports their temperature limits.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from flopwatch import catalogue as m

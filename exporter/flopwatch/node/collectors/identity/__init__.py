@@ -9,8 +9,6 @@ A GPU with an undetermined owner has the source `unknown`, a free one `none`. A 
 of MIG instances are attributed to their GPU only.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 import time

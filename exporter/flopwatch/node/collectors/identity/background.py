@@ -1,7 +1,5 @@
 """Repeated slow call in a background thread, and its last answer."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

@@ -4,8 +4,6 @@ A lost GPU takes its processes with it, and soon the kubelet forgets the pod. So
 nothing else about the GPU: no processes at all, or only earlier ones that are now invisible.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -6,8 +6,6 @@ from the labels of the Kubernetes node, as topograph and the GPU operator write 
 (https://github.com/NVIDIA/topograph/blob/main/docs/reference/node-labels.md).
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import re

@@ -6,8 +6,6 @@ is therefore a series and not a gap. Virtual functions are left out. The place a
 do not give, because they wrapped or were cleared, outlive a restart.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import time

@@ -1,7 +1,5 @@
 """Files of a port in sysfs: parsers of their content, and open files with their samples."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable

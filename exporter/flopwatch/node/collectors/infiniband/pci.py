@@ -5,8 +5,6 @@ host bridge (https://www.kernel.org/doc/html/latest/PCI/sysfs-pci.html). The lev
 In many virtual machines each device has its own host bridge. Then only the socket distinguishes devices.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

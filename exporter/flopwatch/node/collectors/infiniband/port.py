@@ -9,8 +9,6 @@ counter reads `N/A (no PMA)` on iWARP, and ends in EINVAL on ports that the fabr
 retried more and more rarely, since the kernel logs each try. Of a port that refuses all files only one is retried.
 """
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

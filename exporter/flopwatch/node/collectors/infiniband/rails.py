@@ -4,8 +4,6 @@ Rail r is the r-th compute port in the order of the GPUs' module ids. A missing 
 that the others keep their rails. Roles follow NVSentinel's (https://github.com/NVIDIA/NVSentinel, NIC health monitor).
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence

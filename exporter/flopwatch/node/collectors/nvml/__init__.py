@@ -11,8 +11,6 @@ reported lost, or the library is missing. The driver (gpu_driver_loaded 0): NVML
 /proc/driver/nvidia/version does not exist.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections import defaultdict

@@ -5,8 +5,6 @@ The driver lists its GPUs in /proc/driver/nvidia, which containers share with th
 access(2) checks file modes and the device cgroup, and opens nothing.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

@@ -6,8 +6,6 @@ fields 161-163 on NVLink 5 and 206-222 before it, 193-196 before Ada, 269-271 an
 Ampere on.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ https://docs.nvidia.com/deploy/nvml-api/group__nvmlGpmFunctions.html. Hopper and
 numbers. While a profiler (Nsight, CUPTI) holds the hardware counters, the profiled seconds do not rise.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from contextlib import suppress

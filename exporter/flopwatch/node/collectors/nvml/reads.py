@@ -1,7 +1,5 @@
 """Calls of NVML about one GPU, in the order in which they are made: https://docs.nvidia.com/deploy/nvml-api/."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from ctypes import byref

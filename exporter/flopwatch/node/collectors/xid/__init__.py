@@ -5,8 +5,6 @@ the time before this process, and requires root, CAP_SYSLOG or `flopwatch kmsg`.
 and lack both. An event in both is counted once (`reconcile.py`). NVML reports no SXid.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 import time

@@ -5,8 +5,6 @@ https://docs.nvidia.com/deploy/xid-errors/ and, for NVSwitch, appendix D of the 
 (https://docs.nvidia.com/datacenter/tesla/fabric-manager-user-guide/). mlx5: drivers/net/ethernet/mellanox/mlx5/core.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from typing import NamedTuple

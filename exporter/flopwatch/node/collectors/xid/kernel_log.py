@@ -9,8 +9,6 @@ Work and memory are bounded: a pull ends after SLICE seconds or FILE_BYTES and l
 that match `relevant` are kept, at most MAX_ENTRIES of them.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import select

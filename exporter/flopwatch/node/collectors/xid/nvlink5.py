@@ -6,8 +6,6 @@ https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html). Xid 74 ha
 in https://github.com/NVIDIA/NVSentinel/pull/1526. An error without a row in the table has no action.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Sequence

@@ -8,8 +8,6 @@ A thread waits for events, because NVML may hang and the reader must answer. Aft
 GPU is missing, everything is registered again. Events in between are lost.
 """
 
-from __future__ import annotations
-
 import ctypes
 import threading
 import time

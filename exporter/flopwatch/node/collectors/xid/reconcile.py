@@ -5,8 +5,6 @@ key, the count is right if one source reported all of them, or if they are furth
 too high, and too low only if within one window each source lost events that another saw.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator
 from typing import Generic, TypeVar
