@@ -24,6 +24,7 @@ from flopwatch.catalogue import Sample
 from flopwatch.node.collectors import AccessLost, Inventory, RestartReader, StateFile, Unsupported
 from flopwatch.node.collectors.nvml import access
 from flopwatch.node.collectors.nvml.card import GONE, LACKING, OVER, REPLACED, UNINITIALIZED, NvmlCard, Past, code_of
+from flopwatch.node.collectors.nvml.library import NvmlLibrary
 from flopwatch.node.collectors.nvml.reads import READS
 
 # After a reset or a driver reload, NVML answers only after nvmlShutdown and nvmlInit. With a GPU that stays dead that
@@ -46,7 +47,7 @@ class Nvml:
 
     def __init__(
         self,
-        library: Any,
+        library: NvmlLibrary,
         host: str,
         inventory: Path,
         source: str = "nvml",

@@ -19,6 +19,7 @@ from typing import Any
 from flopwatch.catalogue import Metric, Sample
 from flopwatch.node.collectors.nvml import fields, gpm
 from flopwatch.node.collectors.nvml.fields import Key, Value
+from flopwatch.node.collectors.nvml.library import Handle, NvmlLibrary
 
 # nvmlReturn_t of a GPU that no longer answers: NVML_ERROR_GPU_IS_LOST, NVML_ERROR_RESET_REQUIRED.
 GONE = (15, 16)
@@ -36,7 +37,7 @@ INVALID_ARGUMENT, FUNCTION_NOT_FOUND = 2, 13
 Values = Iterator[Value]
 
 
-def code_of(nvml: Any, error: Exception | None) -> int | None:
+def code_of(nvml: NvmlLibrary, error: Exception | None) -> int | None:
     """Return the nvmlReturn_t of an error, or None if it is not NVML's."""
     return error.value if isinstance(error, nvml.NVMLError) else None
 
@@ -74,8 +75,8 @@ class NvmlCard:
 
     def __init__(
         self,
-        nvml: Any,
-        handle: Any,
+        nvml: NvmlLibrary,
+        handle: Handle,
         identity: dict[str, str],
         past: Past,
         clock: Callable[[], float],

@@ -14,6 +14,7 @@ from typing import Any
 from flopwatch import catalogue as m
 from flopwatch.catalogue import Metric
 from flopwatch.node.collectors.nvml.fields import Value
+from flopwatch.node.collectors.nvml.library import NvmlGpm, Struct
 
 # NVML requires at least so many seconds between two samples.
 SHORTEST_INTERVAL = 0.1
@@ -60,8 +61,8 @@ class Meter:
 
     def __init__(
         self,
-        nvml: Any,
-        take: Callable[[Any], object],
+        nvml: NvmlGpm,
+        take: Callable[[Struct], object],
         metrics: tuple[int, ...],
         activity: GpmActivity,
         clock: Callable[[], float],

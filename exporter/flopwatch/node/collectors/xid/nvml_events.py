@@ -16,6 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from flopwatch.node.collectors.nvml.library import NvmlEvents
 from flopwatch.node.collectors.xid.kernel_lines import pci_address
 
 XID = 0x8
@@ -53,7 +54,7 @@ class Watcher:
     """Reader of the events of all GPUs since `start`; `library` is the pynvml module."""
 
     def __init__(
-        self, library: Any, clock: Callable[[], float] = time.time, first_backoff: float = FIRST_BACKOFF
+        self, library: NvmlEvents, clock: Callable[[], float] = time.time, first_backoff: float = FIRST_BACKOFF
     ) -> None:
         self._nvml = library
         self._clock, self._first_backoff = clock, first_backoff
