@@ -124,7 +124,7 @@ def gravest(actions: set[str]) -> str:
 
 def lost_ports(how: str, spare: bool) -> Callable[[Facts], Iterator[Found]]:
     """Return a search for lost ports (`how`: gone or down), only with or only without a role in SPARE_ROLES."""
-    words = {"gone": "is gone from /sys", "down": "is down"}
+    words = {"gone": "is missing in /sys", "down": "is down"}
 
     def find(facts: Facts) -> Iterator[Found]:
         for port, what in facts.lost_ports():
