@@ -91,7 +91,7 @@ def _rows(rows: Iterable[tuple[object, ...]]) -> str:
 
 
 def otlp_app(telemetry: Telemetry, token_file: Path | None) -> FastAPI:
-    """Return the application of POST /v1/metrics, which receives pushes of training processes."""
+    """Return the application of POST /v1/metrics, which receives pushes. Requires the token in `token_file`, if any."""
     app = FastAPI(title="flopwatch OTLP intake", docs_url=None, redoc_url=None, openapi_url=None)
 
     threads = anyio.CapacityLimiter(INTAKE_THREADS)

@@ -96,7 +96,7 @@ def critical_xids() -> Mapping[str, str]:
 
 
 def gpus_with_xids(driver_content: bool, *nvidia: str) -> Callable[[Facts], Iterator[Found]]:
-    """Return a search for critical Xids with these NVIDIA actions. `driver_content`: the driver needs no recovery."""
+    """Return a search for critical Xids with such NVIDIA actions. `driver_content`: the driver requests no recovery."""
 
     def find(facts: Facts) -> Iterator[Found]:
         codes: dict[Labels, list[str]] = {}

@@ -43,7 +43,7 @@ class Alias:
     """DCGM field: its name and unit before 4.9 (`old`, `unit`) and from 4.9 (`new`, `new_unit`), and the row behind it.
 
     `labels` follow the GPU's labels in `row`. `how` is value (the sample itself), rate, share (of the profiled time),
-    free (memory) or xid (the last Xid). `mig` is the row of MIG instances if it differs. `also` is a row to add.
+    free (memory) or xid (the last Xid). `mig` is the row of MIG instances, `also` a row whose value is added.
     """
 
     id: int
@@ -145,7 +145,7 @@ class Compatibility:
         self._values: dict[Key, float] = {}
 
     def render(self, samples: Sequence[Sample], *, openmetrics: bool = False) -> str:
-        """Return the samples under dcgm-exporter's names, as text in either format, without `# EOF`."""
+        """Return the samples under dcgm-exporter's names, as Prometheus text or OpenMetrics, without `# EOF`."""
         self._values = {(row.name, labels): number * row.scale for row, labels, number in samples if row.name in _READ}
         self._window.advance(self._clock(), {key: value for key, value in self._values.items() if key[0] in _COUNTED})
         parts = list(_parts(samples))

@@ -51,7 +51,7 @@ def gzip(body: bytes) -> bytes:
 
 
 def number(value: float) -> str:
-    """Return a sample value as text, the same in both formats."""
+    """Return a sample value as both the Prometheus text format and OpenMetrics write it."""
     if isfinite(value):
         return repr(value)
     return "NaN" if value != value else "+Inf" if value > 0 else "-Inf"
@@ -147,7 +147,7 @@ def _prefix(row: Metric, values: tuple[str, ...]) -> str:
 
 
 def label_pairs(labels: Iterable[tuple[str, str]]) -> str:
-    """Return labels as the text between braces, the same in both formats."""
+    """Return labels as both the Prometheus text format and OpenMetrics write them between braces."""
     return ",".join(f'{label}="{_escaped(value)}"' for label, value in labels)
 
 

@@ -274,7 +274,7 @@ def out_of_memory(push: Push, before: EventCount | None) -> EventCount | None:
 
 
 def of_ranks(ranks: Iterable[RankEnd], killed: Mapping[int, float]) -> list[Entry]:
-    """Return entries about the ends of ranks, causes first, then by time. `killed` has times of OOM kills by pid."""
+    """Return entries about the ends of ranks, the most likely causes first. `killed` has times of OOM kills by pid."""
     entries: list[Entry] = []
     for one in ranks:
         killed_at = killed.get(one.pid)

@@ -108,7 +108,7 @@ def decode(body: bytes, media: str) -> service.ExportMetricsServiceRequest:
 
 
 def response(media: str, refused: int, message: str) -> bytes:
-    """Return the body for an accepted request, with a partial success if points were refused."""
+    """Return the response body to an accepted request, with a partial success if points were refused."""
     answer = service.ExportMetricsServiceResponse()
     if message:
         answer.partial_success.rejected_data_points = refused
