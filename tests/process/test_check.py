@@ -140,13 +140,13 @@ def test_a_running_exporter_is_asked(tmp_path: Path) -> None:
             2,
             "\n".join(
                 [
-                    "BAD - GPU 3 (0000:33:00.0, serial 1653) does not answer: reboot the node; if the part "
-                    "stays away, reseat "
+                    "BAD - GPU 3 (0000:33:00.0, serial 1653) does not answer: reboot the host; if the part "
+                    "is still missing, reseat "
                     "it; and 1 more | gpus=7 ports=9",
-                    "bad: GPU 3 (0000:33:00.0, serial 1653) does not answer: reboot the node; if the part stays "
-                    "away, reseat "
+                    "bad: GPU 3 (0000:33:00.0, serial 1653) does not answer: reboot the host; if the part is "
+                    "still missing, reseat "
                     "it [gpu_missing]",
-                    "degraded: GPU 1 (0000:13:00.0, serial 1651) has 8 of 16 PCIe lanes: drain the node, power "
+                    "degraded: GPU 1 (0000:13:00.0, serial 1651) has 8 of 16 PCIe lanes: drain the host, power "
                     "it off and "
                     "reseat the GPU [pcie_width]",
                 ]
@@ -177,7 +177,7 @@ def test_the_shape_of_the_node_is_learnt_once_and_missed_from_then_on(tmp_path: 
         for flags in (("--expect", shape), ("--state", tmp_path / "state")):
             assert flopwatch("--url", url, *flags) == (
                 2,
-                "BAD - 7 GPUs where 8 are expected: reboot the node; if the part stays away, reseat it "
+                "BAD - 7 GPUs where 8 are expected: reboot the host; if the part is still missing, reseat it "
                 "| gpus=7 ports=9",
             )
         assert flopwatch("--url", url, "--state", tmp_path)[0] == 0
@@ -282,7 +282,7 @@ def test_without_an_exporter_the_hardware_is_read(tmp_path: Path) -> None:
         ("gpu_missing", "gpu 3", "reboot_then_reseat"),
         ("xid", "gpu 3", "reboot_node"),
     ]
-    assert report["reasons"][1]["what_to_do"] == "reboot the node"
+    assert report["reasons"][1]["what_to_do"] == "reboot the host"
 
 
 def test_a_look_at_the_hardware_writes_nothing_into_the_exporters_state(tmp_path: Path) -> None:
@@ -510,9 +510,9 @@ def test_the_real_check_drains_a_node_that_lost_a_gpu(slurm: Slurm, tmp_path: Pa
                 "update",
                 "nodename=gpu7",
                 "state=drain",
-                "reason=flopwatch: GPU 3 (0000:33:00.0, serial 1653) does not answer: reboot the node; if the "
-                "part stays "
-                "away, reseat it; and 1 more",
+                "reason=flopwatch: GPU 3 (0000:33:00.0, serial 1653) does not answer: reboot the host; if the "
+                "part is still "
+                "missing, reseat it; and 1 more",
             ],
         )
         assert slurm.run("flopwatch-prolog.sh")[0] == 1

@@ -1,1 +1,1 @@
-"""Exporter: it reads one host's hardware and serves `/metrics`."""
+"""Exporter: reads one host's hardware, receives pushes of its training processes, and serves `/metrics`."""

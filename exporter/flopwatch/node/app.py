@@ -41,11 +41,10 @@ _PAGE = """<!doctype html>
 def metrics_app(
     scrape: Scrape, telemetry: Telemetry, settings: ExporterSettings, listening: Callable[[], bool]
 ) -> FastAPI:
-    """Return /metrics, /healthz, /readyz and the landing page."""
+    """Return the application of /metrics, /healthz, /readyz and /. `listening` reports whether both servers are up."""
     app = FastAPI(title="flopwatch", docs_url=None, redoc_url=None, openapi_url=None)
 
     async def metrics(request: Request) -> Response:
-        """Return the samples of all sources."""
         media = content_type(request.headers.get("accept", ""))
         timeout = scrape_timeout(request.headers.get("x-prometheus-scrape-timeout-seconds"))
         gzipped = gzip_accepted(request.headers.get("accept-encoding", ""))
@@ -60,12 +59,12 @@ def metrics_app(
 
     @app.get("/healthz")
     async def healthz() -> PlainTextResponse:
-        """Return ok while the process runs, in whatever state the hardware is."""
+        """Return ok as long as the process runs, whatever the state of the hardware."""
         return PlainTextResponse("ok\n")
 
     @app.get("/readyz")
     async def readyz() -> PlainTextResponse:
-        """Return ready once both listeners are up and every source has been read once, successfully or not."""
+        """Return status 503 until both servers listen and each source has been read once, successfully or not."""
         waiting = [name for name, status in scrape.statuses().items() if status == "not read yet"]
         if not listening():
             waiting.append("listeners")
@@ -75,7 +74,6 @@ def metrics_app(
 
     @app.get("/")
     async def landing() -> HTMLResponse:
-        """Return a page with the state of sources and runs."""
         return HTMLResponse(
             _PAGE.format(
                 host=escape(settings.host),
@@ -93,7 +91,7 @@ def _rows(rows: Iterable[tuple[object, ...]]) -> str:
 
 
 def otlp_app(telemetry: Telemetry, token_file: Path | None) -> FastAPI:
-    """Return the intake of training telemetry: POST /v1/metrics."""
+    """Return the application of POST /v1/metrics, which receives pushes. Requires the token in `token_file`, if any."""
     app = FastAPI(title="flopwatch OTLP intake", docs_url=None, redoc_url=None, openapi_url=None)
 
     threads = anyio.CapacityLimiter(INTAKE_THREADS)
@@ -104,7 +102,6 @@ def otlp_app(telemetry: Telemetry, token_file: Path | None) -> FastAPI:
 
     @app.post("/v1/metrics")
     async def receive(request: Request) -> Response:
-        """Accept an OTLP metrics request."""
         media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         coding = request.headers.get("content-encoding", "identity").strip().lower()
         try:

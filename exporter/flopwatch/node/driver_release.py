@@ -1,7 +1,7 @@
-"""Release of the driver: handles are closed on request, so that a GPU can be reset or the driver be replaced.
+"""Release of the NVIDIA driver: the exporter closes its handles, so that a GPU can be reset or the driver replaced.
 
-A request is the file `release` in the state folder: a duration such as `10m` (from when the file was written), or the
-Unix time of the end; 0 ends the release early. The exporter closes its handles and confirms with the same end in
+The file `release` in the state folder requests it. It contains a duration such as `10m` from when it was written, a
+Unix time, or 0 to end a release early. The exporter closes its handles and confirms with the end in the file
 `released`. It deletes both files at the end, so that a release survives a restart. Procedure: docs/release.md.
 """
 
@@ -21,28 +21,26 @@ from flopwatch.node.collectors import replace_file
 log = logging.getLogger(__name__)
 
 REQUEST, CONFIRMATION = "release", "released"
-# Seconds of a release that a signal requests, and of the longest one: a forgotten release must not last for ever.
-BY_SIGNAL = 600.0
-MAX_DURATION = 86400.0
-# Seconds to wait for the confirmation, in which an exporter can close its handles although one of them hangs.
-CONFIRMATION_TIMEOUT = 15.0
+BY_SIGNAL = 600.0  # seconds of a release that SIGUSR1 requests
+MAX_DURATION = 86400.0  # seconds of the longest release: a forgotten one must end
+CONFIRMATION_TIMEOUT = 15.0  # seconds, in which handles can be closed even if a driver call hangs
 
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)([smh])")
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 class Driver(Protocol):
-    """Reader with open driver handles."""
+    """Reader of a source with open driver handles, which it can close and open again."""
 
     def release(self) -> bool:
         """Close the handles, and return whether all are closed."""
 
     def resume(self) -> None:
-        """Allow the handles to be opened again by the next read."""
+        """Let the next read open the handles again."""
 
 
 def duration(text: str) -> float | None:
-    """Return the seconds in `90s`, `10m`, `1.5h` or `0`; None for other texts."""
+    """Return the seconds in `90s`, `10m`, `1.5h` or `0`, and None for other texts."""
     match = _DURATION.fullmatch(text)
     if match is None:
         return 0.0 if text == "0" else None
@@ -50,7 +48,7 @@ def duration(text: str) -> float | None:
 
 
 def end(text: str, written: float) -> float | None:
-    """Return the end that a request asks for, at most MAX_DURATION after `written`, None if its text is wrong."""
+    """Return the Unix time of the end in a request, at most MAX_DURATION after `written`. None if `text` is invalid."""
     seconds = duration(text)
     if seconds is None:
         # Ten digits: a Unix time of this century, not any number.
@@ -59,10 +57,7 @@ def end(text: str, written: float) -> float | None:
 
 
 class Release:
-    """Release of driver handles while the state folder requests it; call `check` to act on the request.
-
-    With `guest` the handles are those of another process than the exporter, which leaves the files alone.
-    """
+    """Release of driver handles that a file in `state` requests. A `guest` (not the exporter) only reads the files."""
 
     def __init__(
         self,
@@ -86,14 +81,14 @@ class Release:
         self._logged = ""
 
     def request(self, seconds: float) -> None:
-        """Request a release that starts now, as a signal does."""
+        """Request a release of `seconds` from now."""
         until = self._now() + seconds
         if not _write(self._request, f"{until:.3f}\n"):
             log.warning("cannot write %s: the release ends with a restart", self._request)
             self._unwritten = until
 
     def check(self) -> None:
-        """Start or end a release if the files request it. Blocks while reader processes end."""
+        """Start or end a release as the request file asks. Blocks until the reader processes have ended."""
         with self._lock:
             until = self._asked()
             if until is not None and until > self._now():
@@ -109,7 +104,7 @@ class Release:
                     _write(self._confirmation, f"{self._until:.3f}\n")
 
     def samples(self) -> list[Sample]:
-        """Return whether the driver is released, the end, and the total time of all releases in seconds."""
+        """Return samples: whether the driver is released, the end, and the seconds of all releases since the start."""
         until, seconds = self._until, self._seconds
         if until is None:
             return [(m.FLOPWATCH_DRIVER_RELEASED, (), 0), (m.FLOPWATCH_DRIVER_RELEASED_SECONDS_TOTAL, (), seconds)]
@@ -121,7 +116,6 @@ class Release:
         ]
 
     def _asked(self) -> float | None:
-        """Return the end that is requested, None without a request."""
         try:
             text, written = self._request.read_text(errors="replace").strip(), self._request.stat().st_mtime
         except FileNotFoundError:
@@ -160,7 +154,7 @@ class Release:
 
 
 def ask(state: Path, seconds: float, now: Callable[[], float] = time.time) -> str:
-    """Request a release from the exporter of a state folder, and wait. Return the reason if it fails, else no text."""
+    """Request a release from the exporter of this state folder. Return an empty text if it confirms, else the error."""
     if seconds == 0 and not any((state / name).exists() for name in (REQUEST, CONFIRMATION)):
         return ""
     until = f"{now() + min(seconds, MAX_DURATION - 1):.3f}\n" if seconds > 0 else "0\n"

@@ -1,9 +1,8 @@
 """Privileged process that streams /dev/kmsg to an unprivileged exporter over a unix socket.
 
-A client sends one line, the number of the first record that it wants (0 for all that the kernel still has). It receives
-records as the device returns them (https://www.kernel.org/doc/Documentation/ABI/testing/dev-kmsg), and once, after the
-last record that existed, the line ` caught up`. A slow client finds a gap in the record numbers, and a client that
-stops reading is dropped.
+A client sends one line: the number of the first record that it wants, or 0 for all that the kernel has. It receives
+records as in https://www.kernel.org/doc/Documentation/ABI/testing/dev-kmsg. The line ` caught up` follows the records
+that already existed. A slow client misses records, and one that stops reading is disconnected.
 """
 
 import errno
@@ -21,22 +20,20 @@ from pathlib import Path
 from flopwatch.settings import KmsgSettings, SettingsError
 
 CAUGHT_UP = b" caught up\n"
-RECORD_BYTES = 64 << 10  # the kernel refuses a read into less than the record, at most 8 KiB
+RECORD_BYTES = 64 << 10  # a read must have room for a whole record, at most 8 KiB
 CHUNK_BYTES = 64 << 10
 REQUEST_BYTES = 24
 CLIENTS = 16
 REQUEST_SECONDS = 10.0
 STUCK_SECONDS = 60.0
-TICK = 0.25  # seconds between looks at a log that cannot be waited for: a regular file
+TICK = 0.25  # seconds between reads of a regular file, since poll() cannot wait for its next line
 
 
 class _Gone(Exception):
-    """The client disconnected, or is to be disconnected."""
+    """Raised if a client disconnected, sent a malformed request or is too slow."""
 
 
 class _Client:
-    """One connection with its own descriptor of the kernel log."""
-
     def __init__(self, connection: socket.socket, kmsg: Path, now: float) -> None:
         self._connection = connection
         self._connection.setblocking(False)
@@ -54,13 +51,13 @@ class _Client:
             ready.register(self._log, select.POLLIN)
 
     def timeout(self) -> float:
-        """Return the seconds after which this client needs a turn even without an event."""
+        """Return the seconds after which `turn` must be called even if poll() reports no event."""
         if self._first is None or self._pending:
             return REQUEST_SECONDS
         return STUCK_SECONDS if self._waits else TICK if self._caught_up else 0.0
 
     def turn(self, now: float) -> None:
-        """Read and send what does not block. Raises _Gone or OSError when the connection is over."""
+        """Read and send without blocking. Raises _Gone or OSError if the connection is to be closed."""
         self._listen()
         if self._first is None:
             if now - self._progress > REQUEST_SECONDS:
@@ -92,7 +89,6 @@ class _Client:
                 self._first = int(number)
 
     def _read(self) -> None:
-        """Read from the log, up to CHUNK_BYTES."""
         while len(self._pending) < CHUNK_BYTES:
             try:
                 data = os.read(self._log, RECORD_BYTES)
@@ -127,7 +123,7 @@ class Server:
         self._clients: list[_Client] = []
 
     def turn(self, seconds: float) -> None:
-        """Wait for events for at most `seconds`, and handle them."""
+        """Wait at most `seconds` for events of the sockets and the log, and handle them."""
         ready = select.poll()
         ready.register(self._listener, select.POLLIN)
         for client in self._clients:
@@ -158,7 +154,7 @@ class Server:
 
 
 def listen(path: Path, group: str = "") -> socket.socket:
-    """Return a listening socket at `path` for this user and the group only. Raises SettingsError."""
+    """Return a listening unix socket at `path` for this user and `group` only. Raises SettingsError."""
     try:
         owner = -1 if not group else int(group) if group.isdigit() else grp.getgrnam(group).gr_gid
     except KeyError:
@@ -182,7 +178,7 @@ def listen(path: Path, group: str = "") -> socket.socket:
 
 
 def _clear(path: Path) -> None:
-    """Remove a socket without a listening process. Raises OSError for anything else at this path."""
+    """Remove a socket at which no process listens. Raises OSError if one listens, or `path` is not a socket."""
     if not path.is_socket():
         if path.exists():
             raise OSError("the path exists and is not a socket")
@@ -198,7 +194,7 @@ def _clear(path: Path) -> None:
 
 
 def run(settings: KmsgSettings) -> None:
-    """Serve until SIGTERM or SIGINT. Raises SettingsError if log or socket cannot be used."""
+    """Stream the kernel log until SIGTERM or SIGINT. Raises SettingsError if the log or the socket cannot be opened."""
     try:
         log = os.open(settings.kmsg, os.O_RDONLY | os.O_NONBLOCK)
         try:

@@ -1,7 +1,6 @@
-"""Maintenance of a host: when the alerts about it stop being held back.
+"""Planned maintenance of a host: until its end, alerts about the host are held back.
 
-The end is kept in the file `maintenance` of the exporter's state folder: login to the host is the permission. The file
-holds a duration such as `2h`, counted from when the file was written, or the Unix time of the end.
+The file `maintenance` in the state folder has the end: a Unix time, or a duration such as `2h` since it was written.
 """
 
 import logging
@@ -15,8 +14,7 @@ from flopwatch.catalogue import HOST_MAINTENANCE_UNTIL_TIMESTAMP_SECONDS, Sample
 log = logging.getLogger(__name__)
 
 FILE = "maintenance"
-# Seconds for which an end in the past is still served: the rules look back that far, and would use an older, later end.
-SERVED_AFTER_END = 86400.0
+SERVED_AFTER_END = 86400.0  # seconds for which a past end is served, since the rules look back that far
 MAX_DURATION = 30 * 86400.0
 
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)([smhd])")
@@ -30,7 +28,7 @@ def duration(text: str) -> float | None:
 
 
 def end(text: str, written: float) -> float | None:
-    """Return the Unix time of the end that a text asks for, None if it is neither a duration nor such a time."""
+    """Return the Unix time of the end: `text` is that time, or a duration from `written`. None for other texts."""
     seconds = duration(text)
     if seconds is not None:
         return written + seconds
@@ -39,7 +37,7 @@ def end(text: str, written: float) -> float | None:
 
 
 def until(state: Path) -> tuple[float | None, str]:
-    """Return the end in the file of a state folder, None without one, and what is wrong with the file or no text."""
+    """Return the end of maintenance as a Unix time, if any, and what is wrong with its file or an empty text."""
     path = state / FILE
     try:
         text = path.read_text(errors="replace").strip()
@@ -52,14 +50,14 @@ def until(state: Path) -> tuple[float | None, str]:
 
 
 class Maintenance:
-    """Source of the series about the maintenance of this host."""
+    """Source of the series `host_maintenance_until_timestamp_seconds`, the end of this host's maintenance."""
 
     def __init__(self, state: Path, host: str, now: Callable[[], float] = time.time) -> None:
         self._state, self._host, self._now = state, host, now
         self._wrong = ""
 
     def samples(self) -> list[Sample]:
-        """Return the end until a day after it, and no sample without maintenance."""
+        """Return the end of maintenance up to a day after it, and no sample without maintenance."""
         ends, wrong = until(self._state)
         if wrong and wrong != self._wrong:
             log.warning("%s %s: alerts of this node are not held back", self._state / FILE, wrong)

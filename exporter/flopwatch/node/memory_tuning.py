@@ -12,24 +12,16 @@ SWEEP_SECONDS = 60.0
 
 
 def one_heap() -> None:
-    """Make all threads of this process share one heap. Call it before the first thread starts; only glibc has it.
-
-    By default glibc gives each thread a heap, which never shrinks. The GIL serialises allocations anyway.
-    https://man7.org/linux/man-pages/man3/mallopt.3.html, M_ARENA_MAX
-    """
+    """Make all threads share one heap (glibc's mallopt, M_ARENA_MAX). Call it before the first thread starts."""
     with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
+        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)  # by default each thread has a heap, which never shrinks
 
 
 async def swept(started: Awaitable[Any], every: float = SWEEP_SECONDS) -> NoReturn:
-    """Run a full garbage collection every `every` seconds once `started` is done, failed or not.
-
-    Only a full collection frees old reference cycles and free lists of tuples, and Python may never run one. Objects of
-    the start are frozen, which shortens it from 24 to 1 ms. https://docs.python.org/3/library/gc.html#gc.freeze
-    """
+    """Run a full garbage collection every `every` seconds, for ever, once `started` has completed or failed."""
     await asyncio.wait([asyncio.ensure_future(started)])
     gc.collect()
-    gc.freeze()
+    gc.freeze()  # a full collection then takes 1 instead of 24 ms
     while True:
         await asyncio.sleep(every)
-        gc.collect()
+        gc.collect()  # Python may never run a full one, which alone frees old cycles and tuples

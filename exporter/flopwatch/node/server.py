@@ -1,4 +1,4 @@
-"""The exporter process: readers, telemetry, ledger, both listeners, and a clean shutdown."""
+"""The exporter process: starts reader processes, telemetry, ledger and both HTTP servers, and ends them cleanly."""
 
 from __future__ import annotations
 
@@ -44,14 +44,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Far more than 64 ranks and a few scrapers need.
-MAX_CONNECTIONS = 512
+MAX_CONNECTIONS = 512  # far more than 64 ranks and a few scrapers need
 SIMULATION_TICK = 1.0
 RELEASE_TICK = 0.5
 
 
 def run(settings: ExporterSettings, sources: SourcesFactory = host_sources) -> None:
-    """Serve until SIGTERM or Ctrl-C. Raises SettingsError if these settings cannot work on this host."""
+    """Run the exporter until SIGTERM or Ctrl-C. Raises SettingsError if these settings cannot work on this host."""
     http_server.log_to_stderr()
     one_heap()
     with contextlib.ExitStack() as stack:
@@ -70,7 +69,7 @@ def run(settings: ExporterSettings, sources: SourcesFactory = host_sources) -> N
 
 
 def _checked(settings: ExporterSettings) -> tuple[Web | None, Web | None]:
-    """Return the web configurations of the two listeners. Raises SettingsError if a file that a flag names is wrong."""
+    """Return the web configurations of both listeners, if given. Raises SettingsError if a file of a flag is wrong."""
     http_server.check_token("--otlp-token-file", settings.otlp_token_file)
     http_server.check_token("--ledger-token-file", settings.ledger_token_file)
     web, otlp_web = _web("--web-config", settings.web_config), _web("--otlp-web-config", settings.otlp_web_config)
@@ -97,8 +96,6 @@ def _web(flag: str, file: Path | None) -> Web | None:
 
 
 class _Exporter:
-    """Readers, telemetry, ledger, scrape and HTTP servers of one exporter process."""
-
     def __init__(self, settings: ExporterSettings, sources: HostSources, web: Web | None, otlp_web: Web | None) -> None:
         registry = CollectorRegistry()
         inventory = gpu_inventory(settings)
@@ -141,7 +138,6 @@ class _Exporter:
         return all(server.started for server in self._servers)
 
     async def serve(self, listeners: Sequence[socket.socket]) -> None:
-        """Serve on the listeners until SIGTERM or Ctrl-C."""
         loop, stop = asyncio.get_running_loop(), asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
@@ -189,7 +185,7 @@ async def _release_when_asked(release: Release) -> None:
 
 @contextlib.contextmanager
 def _state_folder(settings: ExporterSettings) -> Iterator[Path]:
-    """Yield --state if it can be written, else a temporary folder. Raises SettingsError if a ledger is to be in it."""
+    """Yield --state if it is writable, else a temporary folder or, with an embedded ledger, raise SettingsError."""
     try:
         settings.state.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=settings.state) as probe:
@@ -214,7 +210,6 @@ def _state_folder(settings: ExporterSettings) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _ticking(tick: Callable[[float], None]) -> Iterator[None]:
-    """Call `tick` with the Unix time every second, in a thread."""
     ended = threading.Event()
 
     def loop() -> None:
@@ -246,5 +241,5 @@ def _ledger(settings: ExporterSettings, registry: CollectorRegistry) -> Embedded
 
 
 def _known_gpus(inventory: Path) -> frozenset[str] | None:
-    """Return the UUIDs of the GPUs of this host, missing ones included, None if it never had a GPU."""
+    """Return the UUIDs in the GPU inventory, missing GPUs included, or None if this host never had a GPU."""
     return frozenset(part["uuid"] for part in read_inventory(inventory, m.GPU_INFO).values()) or None

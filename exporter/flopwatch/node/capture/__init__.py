@@ -1,8 +1,8 @@
-"""Recording of a host as a test case: answers of NVML, ports in sysfs, and the driver's lines in the kernel log.
+"""Capture of a host as a test case: NVML's answers, RDMA ports in sysfs, and the driver's lines in the kernel log.
 
-A capture is a folder with `nvml.json` (`capture/recorder.py`), `kmsg`, `sys/` with ports and PCI devices, `sys.2`,
-`sys.3` ... with the files that changed until the next reads, and a README.md with versions, date and what could not be
-read. Everything stays in memory until serials, UUIDs, GUIDs, addresses, processes, users and host names are masked.
+A capture is a folder with `nvml.json` (`capture/recorder.py`), `kmsg`, `sys/` with ports and PCI devices, and a
+README.md. `sys.2`, `sys.3` ... have the files that changed until later reads. Before anything is written, serials,
+UUIDs, GUIDs, addresses, processes, users and host names are replaced by made-up values (masks).
 """
 
 import errno
@@ -32,8 +32,7 @@ PCI_FILES = (
 NET_FILES = (
     "address operstate carrier carrier_changes carrier_up_count carrier_down_count mtu speed dev_id dev_port type"
 )
-# Patterns below the sysfs root. Left out: gids, pkeys and node_desc, which identify the host, and binary files.
-PORT_FILES = (
+PORT_FILES = (  # below the sysfs root, without gids, pkeys and node_desc, which identify the host
     *(f"class/infiniband/*/{name}" for name in ("board_id", "fw_ver", "hca_type", "hw_rev", "node_type", "node_guid")),
     "class/infiniband/*/hw_counters/*",
     *(
@@ -50,20 +49,19 @@ WANTED_IN_KMSG = re.compile(r"NVRM|nvidia|SXid|mlx[45]_|infiniband|\bib_|pciepor
 MAX_KMSG_RECORDS = 5000  # the newest are kept
 MAX_KMSG_RECORD_BYTES = 8192  # of /dev/kmsg
 
-# Members of NVML's structures that identify a host or a GPU.
-IDENTITIES = {"clusterUuid", "ibGuid", "chassisSerialNumber", "uuid", "serial", "hostname", "pdi"}
+IDENTITIES = {"clusterUuid", "ibGuid", "chassisSerialNumber", "uuid", "serial", "hostname", "pdi"}  # in NVML structures
 
 
 @dataclass
 class Capture:
-    """Masked capture in memory: files to write, links, and a line for each item that could not be read."""
+    """Capture in memory, with identities masked: files and links by path, and a line for each unreadable item."""
 
     files: dict[str, str] = field(default_factory=dict)
     links: dict[str, str] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
 
     def write(self, folder: Path) -> None:
-        """Write the capture into a folder, which must not exist."""
+        """Write the capture to `folder`. Raises FileExistsError if the folder exists."""
         folder.mkdir(parents=True)
         for name, target in self.links.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -74,7 +72,7 @@ class Capture:
 
 
 class Sysfs:
-    """Files below a sysfs root by their real paths, and the links that led to them."""
+    """Text files below a sysfs root by their real paths, the links that led to them, and unreadable files."""
 
     def __init__(self, root: Path) -> None:
         self._root = os.path.realpath(root)
@@ -83,7 +81,7 @@ class Sysfs:
         self.refused: dict[str, str] = {}
 
     def ports(self) -> dict[str, str]:
-        """Read the files of RDMA ports and of their net devices, and return those that changed."""
+        """Read the files of RDMA ports and their net devices. Return those changed since the last read, by path."""
         changed = self.read(PORT_FILES)
         below = "class/infiniband/*/device/net/*"
         networks = {path.rpartition("/")[2] for path in glob.glob(below, root_dir=self._root)}
@@ -97,7 +95,7 @@ class Sysfs:
         return changed | self.read(patterns)
 
     def read(self, patterns: Iterable[str]) -> dict[str, str]:
-        """Read the files that match the patterns, and return those that changed since the last read."""
+        """Read the files that match glob patterns. Return those that changed since the last read, by path."""
         changed: dict[str, str] = {}
         for pattern in patterns:
             for path in sorted(glob.glob(pattern, root_dir=self._root)):
@@ -108,7 +106,7 @@ class Sysfs:
         return changed
 
     def _follow(self, path: str) -> str | None:
-        """Resolve the links of a path and record them. Return None if one leads out of the root."""
+        """Resolve the links in a path and record them. Return None if one leads out of the root."""
         done = ""
         for part in path.split("/"):
             step = os.path.normpath(os.path.join(done, part))
@@ -122,7 +120,7 @@ class Sysfs:
         return done
 
     def _content(self, path: str) -> str | None:
-        """Return the text of a file, None for a folder, a binary file and one that cannot be read."""
+        """Return the text of a file, or None for a folder, a binary file or an unreadable file."""
         if os.path.isdir(f"{self._root}/{path}"):
             return None
         try:
@@ -134,7 +132,7 @@ class Sysfs:
 
 
 def kernel_log(path: Path) -> list[str]:
-    """Return the records about GPUs, NVSwitches and ports in a kernel log, /dev/kmsg or a file. Raises OSError."""
+    """Return the newest lines about GPUs, NVSwitches and ports in /dev/kmsg or a file. Raises OSError."""
     records: list[str] = []
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     with os.fdopen(descriptor, "rb", buffering=0) as log:
@@ -146,14 +144,13 @@ def kernel_log(path: Path) -> list[str]:
             if not data:  # the end of the file or of the log so far
                 break
             records.append(data.decode("utf-8", "replace"))
-    # A device returns one record per read, a file as many bytes as requested.
     lines = "".join(records).splitlines()
     return [line for line in lines if WANTED_IN_KMSG.search(line)][-MAX_KMSG_RECORDS:]
 
 
 @dataclass
 class NvmlAnswers:
-    """Answers of NVML, the times of the reads in seconds after the first, and failures."""
+    """Answers of NVML, the time of each read in seconds after the first, and errors of failed reads."""
 
     recorded: Recorded = field(default_factory=dict)
     times: list[float] = field(default_factory=lambda: [0.0])
@@ -163,11 +160,11 @@ class NvmlAnswers:
 def nvml_answers(
     library: Any, host: str, reads: int, pause: Callable[[], None], clock: Callable[[], float] = time.monotonic
 ) -> NvmlAnswers:
-    """Record NVML's answers to the collector in `reads` reads, with `pause` in between. Raises Unsupported."""
+    """Run the NVML collector `reads` times, with `pause` in between, and record NVML's answers. Raises Unsupported."""
     recorder = Recorder(library)
     times: list[float] = []
     failures: list[str] = []
-    # The inventory of the collector is not masked, so it must not reach a disk if possible.
+    # The inventory of the collector is not masked, so it should stay in memory.
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with (
         tempfile.TemporaryDirectory(dir=memory) as state,
@@ -185,7 +182,7 @@ def nvml_answers(
 
 
 def masked_nvml(recorded: Recorded, masker: Masker) -> Recorded:
-    """Mask serials, UUIDs, names and processes of a recording, but no other numbers and no names of handles."""
+    """Return a recording with masked serials, UUIDs, names and pids. Measured numbers and names of handles stay."""
     for sections in recorded.values():
         for serial in sections.get("calls", {}).get("nvmlDeviceGetSerial()", []):
             if isinstance(serial, str):
@@ -203,7 +200,7 @@ def masked_nvml(recorded: Recorded, masker: Masker) -> Recorded:
 
 
 def _masked_answer(answer: Any, name: str, masker: Masker) -> Any:
-    """Return an answer masked. `name` is that of its call or structure member, which may mark it as an identity."""
+    """Return an answer masked. `name` is its call or its member of a structure, which can mark it as an identity."""
     if isinstance(answer, str):
         if name.startswith("nvmlDeviceGetSerial("):
             return masker.word("serial", answer)
@@ -225,13 +222,13 @@ def _masked_answer(answer: Any, name: str, masker: Masker) -> Any:
 
 
 def driver_version(recorded: Mapping[str, Any]) -> str:
-    """Return the recorded version of the driver, empty without one."""
+    """Return the recorded version of the driver, or an empty text."""
     answers = recorded.get(SYSTEM, {}).get("calls", {}).get("nvmlSystemGetDriverVersion()", [""])
     return answers[-1] if isinstance(answers[-1], str) else ""
 
 
 def gpu_addresses(recorded: Recorded) -> list[str]:
-    """Return the PCI addresses of the recorded GPUs as sysfs writes them: 0000:53:00.0."""
+    """Return the PCI addresses of the recorded GPUs as sysfs writes them, for example 0000:53:00.0."""
     answers = (
         answer
         for sections in recorded.values()
@@ -255,10 +252,9 @@ def capture(
     clock: Callable[[], float] = time.monotonic,
     now: Callable[[], float] = time.time,
 ) -> Capture:
-    """Return a capture of this host, masked. Raises SettingsError if there is nothing to capture.
+    """Return a masked capture of this host. Raises SettingsError if there is nothing to capture.
 
-    `library` is the pynvml module, or the error of its import. `hosts` are the names of this host, and `words` further
-    ones to mask.
+    `library` is the pynvml module, or the error of its import. The host's names `hosts`, and `words`, are masked.
     """
     masker, tree, result = Masker(hosts, words), Sysfs(sysfs), Capture()
     steps = [tree.ports()]
@@ -303,7 +299,6 @@ def capture(
 def _add_masked(
     result: Capture, masker: Masker, links: Mapping[str, str], steps: Iterable[Mapping[str, str]], log: Sequence[str]
 ) -> None:
-    """Add the files of each read, their links and the kernel log to a capture."""
     # The log has the serials even if the driver answers nothing.
     masker.learn("\n".join(log))
     result.links = {f"sys/{masker.text(path)}": masker.text(target) for path, target in sorted(links.items())}

@@ -1,15 +1,14 @@
-"""Masks for names and identities of hosts, hardware, processes and users.
+"""Masks, which are made-up values, for names and identities of hosts, hardware, processes and users.
 
-UUIDs, GUIDs, MAC and IP addresses are found by their shape, serials, processes, users and home folders by the text
-before them in a log, host names and every known serial as words. Equal originals have equal masks of the same shape, so
-that joins still work. An identity of all zeros means "none" and stays.
+UUIDs, GUIDs, MAC and IP addresses are found by shape. Serials, processes, users and home folders are found by the text
+before them in a log. Host names and known serials are found as words. Equal originals have equal masks of the same
+shape, so that joins still work. An identity of all zeros stays.
 """
 
 import re
 from collections.abc import Callable, Iterable
 
-# A shorter word may occur anywhere. It is masked only where it is known to be a name.
-MIN_WORD = 4
+MIN_WORD = 4  # shorter words may occur in any text, and are masked only as known names
 
 PID_MAX = 1 << 22  # no process has a higher number (proc(5), pid_max)
 
@@ -63,7 +62,7 @@ _MASKS: dict[str, Callable[[int], str]] = {
 
 
 class Masker:
-    """Replacement of originals by masks. The assignment stays in memory."""
+    """Replacement of names and identities by masks (made-up values). Keeps the originals in memory only."""
 
     def __init__(self, hosts: Iterable[str] = (), words: Iterable[str] = ()) -> None:
         self._masks: dict[tuple[str, str], str] = {}
@@ -77,7 +76,7 @@ class Masker:
             self.word("name", word)
 
     def _mask(self, kind: str, original: str) -> str:
-        """Return the mask of an original of this kind; a mask is returned as it is."""
+        """Return the mask of an original of this kind, for example `uuid`. Masks and zeros are returned as they are."""
         if not original.strip("0:.-") or original in self._masks.values():
             return original
         key = (kind, original.lower())
@@ -86,32 +85,32 @@ class Masker:
         return self._masks[key]
 
     def word(self, kind: str, original: str) -> str:
-        """Return the mask of a name or a serial number, and mask it in every later text."""
+        """Return the mask of a name or a serial number, and replace the word in every later text."""
         mask = self._mask(kind, original)
         if len(original) >= MIN_WORD and mask != original:
             self._words[original.lower()] = mask
         return mask
 
     def pid(self, original: int) -> int:
-        """Return the mask of a pid."""
+        """Return the mask of a pid, a number above every real pid."""
         return int(self._mask("pid", str(original)))
 
     def hexadecimal(self, original: str) -> str:
-        """Return the mask of an identity in hexadecimal digits."""
+        """Return the mask of an identity in hexadecimal digits, with as many digits (at most 32)."""
         return self._mask("bytes", original)[-len(original) :]
 
     def log(self, text: str) -> str:
-        """Mask lines of a log: everything that `text` masks, and names that the log introduces as such."""
+        """Return log lines with everything masked that `text` finds, and names after words such as `pid=`, `user=`."""
         return self.text(_INTRODUCED.sub(self._introduced, text))
 
     def learn(self, log: str) -> None:
-        """Find the serials and hosts in a log, and mask them in every later text."""
+        """Find the serials and host names in a log, so that every later text has them masked."""
         for match in _INTRODUCED.finditer(log):
             if match.lastgroup in ("serial", "host"):
                 self.word(match.lastgroup, match[match.lastgroup])
 
     def text(self, text: str) -> str:
-        """Mask everything in a text that has the shape of an identity or is a known name."""
+        """Return a text with everything masked that has the shape of an identity or is a known name or serial."""
         text = _SHAPED.sub(self._shaped, text)
         if not self._words:
             return text

@@ -1,9 +1,8 @@
-"""Recorder around the `pynvml` module: every call, its arguments and its answer, as JSON.
+"""Proxy of the `pynvml` module that records every call, its arguments and its answer as JSON.
 
-For each subject (`system`, `gpu0`, `gpu0/mig1`) there are `calls` {"nvmlDeviceGetPowerUsage()": [69850, 631950]},
-`fields` {"82": [{"uiVal": 48}], "164 scope 3": ...} and GPM `metrics` {"2": [88.0, "nan"]}, with an answer per call. An
-answer is a number, a text, {"error": nvmlReturn_t}, {"handle": subject}, {"struct": its type, its members} or a list
-of these. `simulate/replay.py` replays a recording.
+Each subject (`system`, `gpu0`, `gpu0/mig1`) has `calls` {"nvmlDeviceGetPowerUsage()": [69850, 631950]}, `fields` {"82":
+[{"uiVal": 48}], "164 scope 3": ...} and GPM `metrics` {"2": [88.0, "nan"]}, each with its answers. An error is
+{"error": nvmlReturn_t}, and `encode` has the other forms. `simulate/replay.py` replays a recording.
 """
 
 import ctypes
@@ -16,10 +15,9 @@ from typing import Any
 
 from flopwatch.node.collectors.nvml.fields import VALUE_MEMBERS
 
-# Helpers of the package that call no driver.
-PURE = {"nvmlStructToFriendlyObject", "nvmlFriendlyObjectToStruct", "nvmlExceptionClass"}
+PURE = {"nvmlStructToFriendlyObject", "nvmlFriendlyObjectToStruct", "nvmlExceptionClass"}  # call no driver
 
-# Their results are handles and samples, which a replay creates itself.
+# Calls about GPM samples, which a replay creates itself.
 SAMPLE_CALLS = {"nvmlGpmSampleAlloc", "nvmlGpmSampleFree", "nvmlGpmSampleGet", "nvmlGpmMigSampleGet"}
 
 SYSTEM = "system"
@@ -29,22 +27,22 @@ Recorded = dict[str, dict[str, dict[str, list[Any]]]]
 
 
 class Handles:
-    """Names of handles: `gpu0` of a GPU by its index, `gpu0/mig1` of a MIG device."""
+    """Names of NVML's handles in a recording: `gpu0` for GPU 0, `gpu0/mig1` for its MIG device 1."""
 
     def __init__(self) -> None:
         self._names: dict[Any, str] = {}
         self._sampled: dict[Any, str] = {}
 
     def name(self, handle: Any) -> str:
-        """Return the name of a handle."""
+        """Return the name of a handle, for example `handle7` if it was not named before."""
         return self._names.setdefault(_identity(handle), f"handle{len(self._names)}")
 
     def give(self, handle: Any, name: str) -> None:
-        """Name a handle."""
+        """Set the name of a handle."""
         self._names[_identity(handle)] = name
 
     def learn(self, function: str, arguments: tuple[Any, ...], result: Any) -> None:
-        """Name the handle that a call returned, or record the subject of the sample that it filled."""
+        """Name the handle that a call returned, or record which subject a GPM sample was read from."""
         if function in ("nvmlGpmSampleGet", "nvmlGpmMigSampleGet"):
             self._sampled[_identity(arguments[-1])], _ = self.question(function, arguments)
         elif not is_handle(result):
@@ -55,7 +53,7 @@ class Handles:
             self.give(result, f"{self.name(arguments[0])}/mig{arguments[1]}")
 
     def question(self, function: str, arguments: Iterable[Any]) -> tuple[str, str]:
-        """Return the subject of a call and the rest of the call: ("gpu0", "nvmlDeviceGetClockInfo(1)")."""
+        """Return a call's subject, and the call without it: ("gpu0", "nvmlDeviceGetClockInfo(1)")."""
         given = list(arguments)
         if function == "nvmlGpmMetricsGet":
             # The second sample has the subject. The metrics are recorded one by one.
@@ -96,17 +94,17 @@ def _identity(handle: Any) -> Any:
 
 
 def structure(value: Any) -> Any:
-    """Return the object behind a byref(), and any other value as it is."""
+    """Return the object behind a ctypes.byref(), and any other value as it is."""
     return getattr(value, "_obj", value) if type(value).__name__ == "CArgObject" else value
 
 
 def structures(arguments: Iterable[Any]) -> Iterator[Any]:
-    """Return the structures among the arguments of a call, which it fills."""
+    """Return the ctypes structures among the arguments of a call, which the call fills."""
     return (structure(argument) for argument in arguments if isinstance(structure(argument), ctypes.Structure))
 
 
 def encode(value: Any, handles: Handles) -> Any:
-    """Return an answer of the library as JSON."""
+    """Return a call's answer as JSON: a plain value, a list, {"handle": subject}, or {"struct": type, its members}."""
     if isinstance(value, bytes):
         return {"bytes": value.decode("latin-1")}
     if isinstance(value, ctypes.Structure):
@@ -121,12 +119,11 @@ def encode(value: Any, handles: Handles) -> Any:
 
 
 def _members(struct: ctypes.Structure) -> dict[str, Any]:
-    """Return the members of a structure as JSON: numbers, texts, arrays and structures of these."""
     members: dict[str, Any] = {}
     for name, kind in ((field[0], field[1]) for field in struct._fields_):
         member = getattr(type(struct), name)
         raw = ctypes.string_at(ctypes.addressof(struct) + member.offset, ctypes.sizeof(kind))
-        value = member.__get__(struct)  # pynvml's own access would decode bytes that are no text
+        value = member.__get__(struct)  # pynvml's own access would decode any bytes as text
         if isinstance(value, (int, float)):
             members[name] = value
         elif not any(raw) or isinstance(value, ctypes._Pointer):
@@ -144,7 +141,7 @@ def _members(struct: ctypes.Structure) -> dict[str, Any]:
 
 
 class Recorder:
-    """Proxy of the pynvml module that records every call."""
+    """Proxy of the pynvml module that records every call and its answer."""
 
     def __init__(self, library: Any) -> None:
         self._library = library
@@ -195,17 +192,17 @@ class Recorder:
         sections[section].setdefault(question, []).append(answer)
 
     def recorded(self) -> Recorded:
-        """Return the calls and answers so far, in an order that depends on the calls alone."""
+        """Return the calls and answers so far, sorted, so that two recordings can be compared."""
         return arranged(self._notes)
 
 
 def field_key(field: int, scope: int) -> str:
-    """Return the name of a field value in a capture."""
+    """Return the name of an NVML field value in a recording: `82`, or `164 scope 3`."""
     return f"{field} scope {scope}" if scope else str(field)
 
 
 def arranged(notes: Mapping[str, Mapping[str, Mapping[str, list[Any]]]]) -> Recorded:
-    """Return a recording sorted, without empty sections and without repeated answers at the end."""
+    """Return a recording sorted, without empty sections. Equal last answers of a call become one answer."""
     return {
         subject: {
             section: {question: _shortened(answers) for question, answers in sorted(entries.items(), key=_natural)}

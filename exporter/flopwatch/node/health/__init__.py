@@ -1,1 +1,1 @@
-"""What is wrong with a node: its verdict, `flopwatch check` and `flopwatch doctor`."""
+"""Health of a host: its verdict, `flopwatch check` and `flopwatch doctor`."""

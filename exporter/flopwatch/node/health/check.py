@@ -1,8 +1,7 @@
-"""Look at a node for `flopwatch check`: through its exporter, else at the hardware itself.
+"""Health check of a host for `flopwatch check`: reads the samples of its exporter or, without one, the hardware.
 
-The output and the exit status are those of a monitoring plugin (https://nagios-plugins.org/doc/guidelines.html#AEN78)
-or of a node-problem-detector custom plugin
-(https://github.com/kubernetes/node-problem-detector/blob/master/docs/custom_plugin_monitor.md).
+Output and exit status are those of a monitoring plugin (https://nagios-plugins.org/doc/guidelines.html#AEN78) or of
+node-problem-detector (https://github.com/kubernetes/node-problem-detector/blob/master/docs/custom_plugin_monitor.md).
 """
 
 import json
@@ -24,28 +23,26 @@ from flopwatch.node.health.verdict import Judgement
 from flopwatch.node.scrape.reader import Reader, SourcesFactory, hardware, host_sources
 from flopwatch.settings import ExporterSettings
 
-# Sources of the verdict. The owner of a GPU is not part of it.
-SOURCES = ("nvml", "dcgm", "infiniband", "xid")
+SOURCES = ("nvml", "dcgm", "infiniband", "xid")  # of the verdict, which owners of GPUs do not change
 MAX_BYTES = 32 << 20
 
 NAGIOS = {OK: 0, DEGRADED: 1, BAD: 2, UNKNOWN: 3}
 NPD_OK, NPD_PROBLEM, NPD_UNKNOWN = 0, 1, 2
-# Default limit of a message in node-problem-detector (max_output_length).
-NPD_LENGTH = 80
+NPD_LENGTH = 80  # bytes of a message: node-problem-detector's default max_output_length
 
 Look = Callable[[], list[Sample]]
 
 
 class NotListening(Exception):
-    """No exporter listens at the address."""
+    """Raised if no exporter listens at the URL."""
 
 
 class CheckError(Exception):
-    """The node cannot be judged now. The text is the reason."""
+    """Raised if the host cannot be judged now. Its message is the reason."""
 
 
 def samples(exposition: str) -> list[Sample]:
-    """Return the samples of catalogue rows in the Prometheus text format. Raises ValueError."""
+    """Parse the samples of catalogue rows, except histograms, in the Prometheus text format. Raises ValueError."""
     found: list[Sample] = []
     for family in text_string_to_metric_families(exposition):
         for sample in family.samples:
@@ -60,7 +57,7 @@ def samples(exposition: str) -> list[Sample]:
 def ask(
     url: str, deadline: float, tls: ssl.SSLContext | None = None, user: str = "", password: str = ""
 ) -> list[Sample]:
-    """Return the samples of an exporter within `deadline` seconds. Raises NotListening and CheckError."""
+    """Scrape the exporter at `url` within `deadline` seconds. Raises NotListening, or CheckError for other failures."""
     until = time.monotonic() + deadline
     body = bytearray()
     headers = {"X-Prometheus-Scrape-Timeout-Seconds": f"{deadline:g}"}
@@ -86,14 +83,13 @@ def ask(
         if isinstance(cause, ConnectionRefusedError):
             raise NotListening(f"no exporter listens at {url}") from None
         raise CheckError(f"{url}: {str(cause).strip(' .')}{_hint(cause)}") from None
-    # The last family of a page: without it half a page would pass for a node with half of its parts.
+    # The last family of a page. Without it, a page that was cut off would look like a host with few parts.
     if not any(row is FLOPWATCH_BUILD_INFO for row, _, _ in found):
         raise CheckError(f"{url} is not a flopwatch exporter, or was cut off: there is no {FLOPWATCH_BUILD_INFO}")
     return found
 
 
 def _hint(error: object) -> str:
-    """Return what to do about a failed connection."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return "; give the authority of its certificate with --ca-file"
     if isinstance(error, ssl.SSLError) and "CERTIFICATE_REQUIRED" in str(error):
@@ -105,7 +101,7 @@ def _hint(error: object) -> str:
 
 @contextmanager
 def here(settings: ExporterSettings, deadline: float, sources: SourcesFactory = host_sources) -> Iterator[Look]:
-    """Yield a function that reads the hardware, each source within `deadline` seconds. No state is written."""
+    """Yield a function that reads this host's hardware with a copied state, each source within `deadline` seconds."""
     sources(settings)  # creates the simulated node, which is then copied
     with copied(settings) as copy:
         readers = [reader for reader in hardware(copy, sources(copy)) if reader.name in SOURCES]
@@ -119,7 +115,6 @@ def here(settings: ExporterSettings, deadline: float, sources: SourcesFactory = 
 
 
 def _read(readers: Sequence[Reader], deadline: float, pool: ThreadPoolExecutor) -> list[Sample]:
-    # The first one finds the GPUs that the others refer to.
     first, *others = readers
     readings = [first.ask(deadline), *pool.map(lambda reader: reader.ask(deadline), others)]
     found: list[Sample] = []
@@ -136,7 +131,7 @@ def _read(readers: Sequence[Reader], deadline: float, pool: ThreadPoolExecutor) 
 
 
 def sentence(judgement: Judgement) -> str:
-    """Return the worst reason and the number of others, or the numbers of parts."""
+    """Return the worst reason and how many more there are, or for a healthy host its numbers of GPUs and ports."""
     if not judgement.reasons:
         return f"{judgement.gpus} GPUs, {judgement.ports} active ports"
     more = len(judgement.reasons) - 1
@@ -151,7 +146,7 @@ def nagios(judgement: Judgement, verbose: bool = False) -> tuple[str, int]:
 
 
 def text(judgement: Judgement) -> tuple[str, int]:
-    """Return a report for people, one line per reason, with the exit status of `nagios`."""
+    """Return a report for people, one line per reason, and the exit status of `nagios`."""
     head = f"{judgement.verdict}: {judgement.gpus} GPUs, {judgement.ports} active ports"
     return "\n".join([head, *_details(judgement)]), NAGIOS[judgement.verdict]
 
@@ -161,12 +156,12 @@ def _details(judgement: Judgement) -> list[str]:
 
 
 def _one_line(words: str) -> str:
-    """Return a text on one line without the separator of performance data."""
+    """Return a text on one line, with `/` for `|`, which would start the performance data."""
     return " ".join(words.replace("|", "/").split())
 
 
 def npd(judgement: Judgement, fail_on: str = BAD) -> tuple[str, int]:
-    """Return a message of 80 bytes for node-problem-detector and its status: 1 from `fail_on`, 2 if unknown."""
+    """Return a message (at most 80 bytes) and a status for node-problem-detector: 0 ok, 1 problem, 2 unknown."""
     verdict = judgement.verdict
     first = judgement.reasons[0].detail if judgement.reasons else sentence(judgement)
     message = f"{verdict}: {_one_line(first)}".encode("ascii", "replace")[:NPD_LENGTH].decode()
@@ -176,7 +171,7 @@ def npd(judgement: Judgement, fail_on: str = BAD) -> tuple[str, int]:
 
 
 def as_json(judgement: Judgement) -> tuple[str, int]:
-    """Return everything as JSON, with the exit status of `nagios`."""
+    """Return the judgement as JSON, and the exit status of `nagios`."""
     content = {
         "verdict": judgement.verdict,
         "gpus": judgement.gpus,
@@ -187,7 +182,7 @@ def as_json(judgement: Judgement) -> tuple[str, int]:
 
 
 def failed(why: str, form: str) -> tuple[str, int]:
-    """Return the output and the exit status of a failed check."""
+    """Return output and exit status for a host that could not be judged. `form` is nagios, npd, json or text."""
     why = _one_line(why)
     if form == "npd":
         return f"unknown: {why}".encode("ascii", "replace")[:NPD_LENGTH].decode(), NPD_UNKNOWN

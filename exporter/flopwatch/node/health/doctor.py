@@ -1,8 +1,7 @@
-"""Report of `flopwatch doctor`: readable hardware, its source, missing series with reasons, and owners.
+"""Report of `flopwatch doctor`: which hardware can be read, which series are missing and why, and the owners of GPUs.
 
-The exporter's own readers are used, each in its child process and with a deadline. A hung driver therefore costs only
-its own lines. They work on a copy of the exporter's state (`--state`). The reason for a missing GPU series is in the
-answers of NVML's calls (`nvml_answers.py`), that for a missing port series in the kernel's files.
+The exporter's readers read a copy of its state, each in a child process and with a deadline. A hung driver therefore
+costs only its own lines. NVML's answers (`nvml_answers.py`) explain a missing GPU series, files in sysfs a port series.
 """
 
 import errno
@@ -40,15 +39,11 @@ from flopwatch.node.scrape.reader import (
 )
 from flopwatch.settings import Address, ExporterSettings
 
-# Deadlines in seconds: of the driver's first answer, since without persistence mode it wakes every GPU, and of others.
-DRIVER_DEADLINE, DEADLINE = 15.0, 5.0
-# Seconds until a line explains the wait.
-PATIENCE = 3.0
-# NVML derives activity from two samples that are at least 0.1 s apart.
-BETWEEN_READS = 0.3
+DRIVER_DEADLINE, DEADLINE = 15.0, 5.0  # seconds; without persistence mode the first call wakes every GPU
+PATIENCE = 3.0  # seconds until a line on the terminal explains the wait
+BETWEEN_READS = 0.3  # seconds; NVML derives activity from two samples at least 0.1 s apart
 
-# Why a row has no series, in the order of the report.
-REASONS = PERMISSION, OLD, CARD, DCGM, KERNEL_LOG, FILE, REFUSED, MIG, QUIET = (
+REASONS = PERMISSION, OLD, CARD, DCGM, KERNEL_LOG, FILE, REFUSED, MIG, QUIET = (  # why a row has no series
     "not permitted to this user",
     "the driver or nvidia-ml-py is too old",
     "this kind of card lacks it",
@@ -70,7 +65,7 @@ NOT_PERMITTED, TOO_OLD = 4, {13, 25, 26}
 
 @dataclass
 class SourceReport:
-    """Result of one reader: `state` is ok, failed, absent (not on this machine) or off; `messages` is its log."""
+    """Result of one reader. `state` is ok, failed, absent (not on this host) or off. `messages` are its log lines."""
 
     name: str
     state: str
@@ -82,7 +77,7 @@ class SourceReport:
 
 @dataclass
 class HardwarePart:
-    """GPU or port: name, description, families by source, and rows without a series by reason."""
+    """GPU or port: name, description, number of families by source, and the rows without a series by reason."""
 
     name: str
     about: str
@@ -96,7 +91,7 @@ class HardwarePart:
 
 @dataclass
 class Access:
-    """Privilege: whether it is in force, and what is missing without it."""
+    """Tier of privileges (base, identity, kernel): whether it is in force, and the data that is missing without it."""
 
     name: str
     state: str
@@ -105,7 +100,7 @@ class Access:
 
 @dataclass
 class Report:
-    """Result of the doctor: `problems` are present hardware that cannot be read, `losses` other missing data."""
+    """Result of the doctor. `problems` are hardware that is present but unreadable, `losses` are other missing data."""
 
     version: str
     host: str
@@ -121,11 +116,8 @@ class Report:
     listeners: dict[str, str] = field(default_factory=dict)
 
 
-# Reading.
-
-
 def examine(settings: ExporterSettings, sources: SourcesFactory = host_sources) -> Report:
-    """Return what can be read on this node now. Raises SettingsError."""
+    """Read this host's hardware, and return the report. Raises SettingsError if the state cannot be copied."""
     report = Report(flopwatch.__version__, settings.host, _user(), settings.simulate is not None)
     report.listeners = {"--listen": _listener(settings.listen), "--otlp-listen": _listener(settings.otlp_listen)}
     with copied(settings) as copy:
@@ -134,13 +126,12 @@ def examine(settings: ExporterSettings, sources: SourcesFactory = host_sources) 
 
 
 def _look(settings: ExporterSettings, sources: HostSources, report: Report) -> None:
-    """Fill the report with what can be read now. The state folder is written."""
+    """Fill the report with what can be read now. `settings` must name a copy of the state, which is written."""
     notes = settings.state / "nvml_notes.json"
     readings = _readings(settings, sources, notes, report)
     answers = StateFile(notes).load()
     remembered = read_inventory(gpu_inventory(settings), m.GPU_INFO)
     samples = [sample for reading in readings.values() for sample in reading.samples]
-    # Without an answer of the driver, the inventory remains.
     gpus = sorted(_info(m.GPU_INFO, samples) or remembered.values(), key=lambda gpu: _natural(gpu["gpu"]))
     report.gpus = [_gpu(row, samples, readings, answers) for row in gpus] + _unnamed(gpus, samples)
     sysfs = sources.sysfs
@@ -153,7 +144,7 @@ def _look(settings: ExporterSettings, sources: HostSources, report: Report) -> N
 
 
 def _readings(settings: ExporterSettings, sources: HostSources, notes: Path, report: Report) -> dict[str, Reading]:
-    """Read every source, NVML first, because it names the GPUs for the others."""
+    """Return a reading of every source, and add its SourceReport. NVML is read first, since it names the GPUs."""
     readings: dict[str, Reading] = {}
     readers = {reader.name: reader for reader in hardware(settings, sources)}
     if "nvml" in readers:
@@ -189,7 +180,7 @@ def _readings(settings: ExporterSettings, sources: HostSources, notes: Path, rep
 
 @contextmanager
 def _messages() -> Iterator[dict[str, list[str]]]:
-    """Yield the log lines of the child processes by logger name, filled when the block ends."""
+    """Yield a dictionary of child processes' log lines by logger name, which is filled when the block ends."""
     found: dict[str, list[str]] = {}
     sys.stderr.flush()
     terminal = os.dup(2)
@@ -211,9 +202,6 @@ def _messages() -> Iterator[dict[str, list[str]]]:
                 found[match[1]].append(match[2])
 
 
-# Evaluation.
-
-
 def _info(row: Metric, samples: Sequence[Sample]) -> list[dict[str, str]]:
     return [dict(zip(row.labels, labels, strict=True)) for one, labels, _ in samples if one is row]
 
@@ -227,7 +215,6 @@ def _value(row: Metric, labels: tuple[str, ...], samples: Sequence[Sample]) -> f
 
 
 def _families(labels: tuple[str, str], readings: Mapping[str, Reading], kind: tuple[str, ...]) -> dict[str, set[str]]:
-    """Return the rows with a series of this part, by source."""
     found = {
         name: {row.name for row, of, _ in reading.samples if row.labels[:2] == kind and of[:2] == labels}
         for name, reading in readings.items()
@@ -276,7 +263,7 @@ def _unnamed(gpus: Sequence[Mapping[str, str]], samples: Sequence[Sample]) -> li
 
 
 def _why(row: Metric, answers: Mapping[str, Sequence[int]], lacks: Sequence[str], kernel_log: bool, dcgm: bool) -> str:
-    """Return why a GPU has no series of a row, from NVML's answers to the calls behind it."""
+    """Return why a GPU has no series of a row, from NVML's answers to the calls behind the row."""
     if row.source.startswith("/dev/kmsg"):
         return QUIET if kernel_log else KERNEL_LOG
     if row.name.startswith("gpu_mig_") and row is not m.GPU_MIG_MODE:
@@ -333,7 +320,6 @@ def _port(
 
 
 def _why_of_port(row: Metric, device: Path, port: str) -> str:
-    """Return why a port has no series of a row, from the files of its counter."""
     if not isinstance(row, m.PortCounter):
         return QUIET
     folders = {True: device, False: device / "ports" / port}
@@ -347,7 +333,6 @@ def _why_of_port(row: Metric, device: Path, port: str) -> str:
 
 
 def _privileges(settings: ExporterSettings, samples: Sequence[Sample]) -> list[Access]:
-    """Return the tiers: base, which needs no privilege, identity and kernel."""
     up = {
         source: _value(row, (source,), samples) == 1
         for row, source in ((m.FLOPWATCH_IDENTITY_SOURCE_UP, "kubelet"), (m.FLOPWATCH_XID_SOURCE_UP, "kernel_log"))
@@ -368,7 +353,6 @@ def _privileges(settings: ExporterSettings, samples: Sequence[Sample]) -> list[A
 
 
 def _access(path: str, up: bool) -> str:
-    """Return whether a privilege is in force, and the access to its file."""
     if up:
         return f"in force: {path} is read"
     try:
@@ -380,7 +364,6 @@ def _access(path: str, up: bool) -> str:
 
 
 def _problems(report: Report, samples: Sequence[Sample], sysfs: Path) -> list[str]:
-    """Return present hardware that cannot be read."""
     problems = [
         f"{source.name}: {source.reason}"
         for source in report.sources
@@ -402,7 +385,7 @@ def _problems(report: Report, samples: Sequence[Sample], sysfs: Path) -> list[st
 
 
 def _cards(sysfs: Path) -> int:
-    """Return the number of NVIDIA GPUs on the PCI bus, display controllers with or without a display."""
+    """Return the number of NVIDIA GPUs on the PCI bus: display controllers, class 03."""
     found = 0
     for device in (sysfs / "bus" / "pci" / "devices").glob("*"):
         try:
@@ -414,7 +397,6 @@ def _cards(sysfs: Path) -> int:
 
 
 def _losses(report: Report, samples: Sequence[Sample], settings: ExporterSettings) -> list[str]:
-    """Return missing data that is not hardware: owners of GPUs, the kernel log, series that only root can read."""
     losses = [
         f"{source.name}: {source.reason}"
         for source in report.sources
@@ -435,7 +417,6 @@ def _losses(report: Report, samples: Sequence[Sample], settings: ExporterSetting
 
 
 def _user() -> str:
-    """Return the user, and whether it has the capability to read the kernel log."""
     mask = re.search(r"^CapEff:\s*([0-9a-f]+)", Path("/proc/self/status").read_text(), re.MULTILINE)
     syslog = mask is not None and int(mask[1], 16) >> CAP_SYSLOG & 1
     name = "root" if os.geteuid() == 0 else f"user {os.geteuid()}"
@@ -443,7 +424,6 @@ def _user() -> str:
 
 
 def _listener(address: Address) -> str:
-    """Return whether an address is free, has an exporter, or cannot be bound."""
     try:
         host, family = address.place()
         with socket.socket(family) as probe:

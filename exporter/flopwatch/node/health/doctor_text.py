@@ -1,4 +1,4 @@
-"""Text form of the doctor's report, wrapped to the terminal."""
+"""Text form of the report of `flopwatch doctor`, wrapped to the width of the terminal."""
 
 import textwrap
 from collections import Counter
@@ -7,14 +7,13 @@ from typing import Any
 
 from flopwatch.node.health.doctor import REASONS, HardwarePart, Report
 
-# Names shown per reason; the JSON has all of them.
-NAMES = 8
+NAMES = 8  # families shown per reason; the JSON has all of them
 NARROWEST, WIDEST = 60, 110
 LABEL = 12
 
 
 def page(report: Report, width: int) -> str:
-    """Return the report for a terminal of `width` columns."""
+    """Return the report as text for a terminal of `width` columns."""
     width = min(max(width, NARROWEST), WIDEST)
     lines = list(_lines(report, width))
     return "\n".join(lines) + "\n"
@@ -22,7 +21,6 @@ def page(report: Report, width: int) -> str:
 
 def _lines(report: Report, width: int) -> Iterator[str]:
     def entry(label: str, *texts: str) -> Iterator[str]:
-        """Yield a label with paragraphs next to it."""
         rest = " " * (LABEL + 3)
         if len(label) > LABEL:
             yield f"  {label}"
@@ -67,7 +65,7 @@ def _lines(report: Report, width: int) -> Iterator[str]:
 
 
 def verdict(report: Report) -> str:
-    """Return the summary in one sentence."""
+    """Return one sentence: how many things cannot be read, or that all hardware can be read."""
     if report.problems:
         count = len(report.problems)
         return f"{'One thing' if count == 1 else f'{count} things'} on this node cannot be read:"
@@ -91,7 +89,7 @@ def _read(part: HardwarePart) -> str:
 
 
 def owners(part: HardwarePart) -> str:
-    """Return the owner of a GPU, its source, and the age of the answer."""
+    """Return a line with each owner of a GPU, the source of this information, and its age."""
     if not part.owners:
         return "owner: not requested"
     age = "" if part.owner_age is None else f", {part.owner_age:.0f} s ago"
@@ -116,7 +114,6 @@ def _bullet(text: str, width: int, **how: Any) -> list[str]:
 
 
 def _missing(parts: Sequence[HardwarePart], width: int) -> Iterator[str]:
-    """Yield the families without series and the reasons, once for all equal parts."""
     alike: dict[str, list[HardwarePart]] = {}
     for part in parts:
         if part.missing:
@@ -150,7 +147,7 @@ def together(names: Sequence[str]) -> str:
 
 
 def shortened(names: Sequence[str]) -> list[str]:
-    """Return the names, three or more with the same first two words as one: gpu_mig_* (7)."""
+    """Return the names, with three or more that begin with the same two words as one: gpu_mig_* (7)."""
     if len(names) > 2 and all(name.startswith("nvlink_") for name in names):
         return [f"nvlink_* ({len(names)})"]
     starts = Counter("_".join(name.split("_")[:2]) for name in names)

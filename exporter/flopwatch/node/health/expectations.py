@@ -1,10 +1,9 @@
-"""What is expected of a node: its shape, in a JSON file that nodes of the same shape share, or learnt.
+"""Expectations of a host's parts, from a JSON file that hosts of the same shape share, or from `check --record`.
 
     {"gpus": 8, "gpu_model": "NVIDIA H100 80GB HBM3", "nvlinks_per_gpu": 18, "pcie_width": 16, "pcie_generation": 5,
      "ports": {"compute": {"count": 8, "rate_gbps": 400}}}
 
-Everything in it may be left out. The roles of ports are compute, storage and management, as in `infiniband_info`, or
-any. `flopwatch check --record` writes what the node has now to STATE/expected.json.
+Every key is optional. The roles of ports are compute, storage and management, as in `infiniband_info`, and any.
 """
 
 import json
@@ -29,7 +28,7 @@ class Ports:
 
 @dataclass(frozen=True, slots=True)
 class Expectations:
-    """Shape of a node; 0 and empty expect nothing. No single part is named, so that nodes can share it."""
+    """Expected parts of a host. 0 and empty expect nothing. There are no serial numbers, so that hosts can share it."""
 
     gpus: int = 0
     gpu_model: str = ""
@@ -39,7 +38,7 @@ class Expectations:
     ports: Mapping[str, Ports] = field(default_factory=dict)  # by role: compute, storage, management, any
 
     def content(self) -> dict[str, Any]:
-        """Return the JSON object of these expectations."""
+        """Return the expectations as a JSON object, without those that are 0 or empty."""
         given = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "ports"}
         ports = {
             role: {"count": one.count} | ({"rate_gbps": one.rate_gbps} if one.rate_gbps else {})
@@ -54,7 +53,7 @@ _EXAMPLE = '{"gpus": 8, "nvlinks_per_gpu": 18, "ports": {"compute": {"count": 8,
 
 
 def parse(text: str, name: str = "--expect") -> Expectations:
-    """Return the expectations in a JSON object. Raises SettingsError with the place and the correction."""
+    """Parse expectations from JSON. Raises SettingsError with the wrong line or key, the file's `name` and advice."""
     try:
         content = json.loads(text)
     except json.JSONDecodeError as error:
@@ -105,7 +104,7 @@ def _number(where: str, key: str, value: Any, whole: bool = False) -> float:
 
 
 def learnt_file(state: Path) -> Path:
-    """Return the file in which `flopwatch check --record` stores the shape."""
+    """Return the file of the state folder to which `flopwatch check --record` writes the expectations."""
     return state / "expected.json"
 
 

@@ -1,4 +1,4 @@
-"""Samples of one look at a node, prepared for the rules of its verdict."""
+"""Samples of one look at a host, prepared for the health rules."""
 
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -6,8 +6,8 @@ from flopwatch import catalogue as m
 from flopwatch.catalogue import Metric, Sample
 from flopwatch.node.health.expectations import Expectations, Ports
 
-# Without a recovery action of the driver (before R560, or the GPU is gone) only an unobservable reset ends the effect
-# of a critical Xid. An hour after the last one, the next job has met it again, or the GPU was reset.
+# A reset ends the effect of a critical Xid, which no driver before R560 and no missing GPU reports. After an hour, the
+# next job has met the Xid again, or the GPU was reset.
 XID_SECONDS = 3600.0
 
 ACTIVE = (4, 5)  # InfiniBand port states
@@ -18,7 +18,7 @@ Found = tuple[str, str]  # a part, and a sentence about it
 
 
 class Facts:
-    """Samples that the rules use, in the units of the catalogue, and what they are compared with."""
+    """Samples that the rules use, in the catalogue's units, and the expectations that they are compared with."""
 
     def __init__(
         self, samples: Iterable[Sample], expected: Expectations, now: float, booted: float, rows: Iterable[str]
@@ -44,17 +44,17 @@ class Facts:
         self.answering = {gpu for gpu, present in self.of(m.GPU_PRESENT).items() if present}
 
     def of(self, row: Metric) -> Mapping[Labels, float]:
-        """Return the numbers of one row by its label values."""
+        """Return the values of a row's series, by label values."""
         return self._numbers[row.name]
 
     def part(self, row: Metric, labels: Labels) -> str:
-        """Return the part of a sample as `gpu 3`, `port mlx5_0/1` or `switch 0000:05:00`."""
+        """Return the GPU, port or switch of a sample: `gpu 3`, `port mlx5_0/1` or `switch 0000:05:00`."""
         if row.labels[:2] == m.GPU:
             return f"gpu {labels[0]}"
         return f"port {labels[0]}/{labels[1]}" if row.labels[:2] == m.PORT else f"{row.labels[0]} {labels[0]}"
 
     def named(self, row: Metric, labels: Labels) -> str:
-        """Return the part as the subject of a sentence; a GPU with its PCI address and serial number."""
+        """Return the GPU, port or switch of a sample for a sentence. A GPU has its PCI address and serial number."""
         if row.labels[:2] != m.GPU:
             return self.part(row, labels)
         info = self._index.get(labels[1], {})
@@ -63,35 +63,35 @@ class Facts:
         return f"GPU {labels[0]} ({known})" if known else f"GPU {labels[0]}"
 
     def found(self, row: Metric, labels: Labels, text: str) -> Found:
-        """Return the part of a sample, and a sentence with the part as its subject."""
+        """Return a finding: `part` of a sample, and a sentence that begins with `named` and ends with `text`."""
         return self.part(row, labels), f"{self.named(row, labels)} {text}"
 
     def ports_of(self, role: str) -> set[Labels]:
-        """Return the ports that the expectation of a role covers, missing ones included."""
+        """Return the ports with a role, or all ports for the role `any`, missing ports included."""
         ports = {*self.of(m.INFINIBAND_PORT_PRESENT), *self.of(m.INFINIBAND_PORT_STATE_ID)}
         return ports if role == "any" else {port for port in ports if self.roles.get(port, "") == role}
 
     def expected_ports(self, port: Labels) -> tuple[str, Ports] | None:
-        """Return the role and the expectation that cover a port, or None."""
+        """Return the role (or `any`) whose expectation applies to a port, and the expectation. None without one."""
         for role in (self.roles.get(port, ""), "any"):
             if role in self.expected.ports:
                 return role, self.expected.ports[role]
         return None
 
     def missed_port(self, port: Labels) -> bool:
-        """Return whether the node has fewer active ports than expected without this one."""
+        """Return whether the loss of a port is a fault. It is not if as many ports as expected are active."""
         wanted = self.expected_ports(port)
         return wanted is None or not wanted[1].count or len(self.ports_of(wanted[0]) & self.active) < wanted[1].count
 
     def rate_of(self, port: Labels) -> float:
-        """Return the expected rate of a port in byte/s, 0 without an expectation."""
+        """Return a port's expected rate in byte/s, else its highest rate so far, else 0."""
         wanted = self.expected_ports(port)
         if wanted is not None and wanted[1].rate_gbps:
             return wanted[1].rate_gbps * 1e9 / 8
         return self.of(m.INFINIBAND_PORT_EXPECTED_RATE_BYTES_PER_SECOND).get(port, 0.0)
 
     def lost_ports(self) -> Iterator[tuple[Labels, str]]:
-        """Yield the ports that are missed, as "gone", or as "down" if they were active once."""
+        """Yield ports whose loss is a fault, with "gone" (missing in /sys) or "down" (it was active once)."""
         for port, present in self.of(m.INFINIBAND_PORT_PRESENT).items():
             if not present and self.missed_port(port):
                 yield port, "gone"

@@ -1,4 +1,4 @@
-"""NVML collector of the doctor, which records what each call answered, and the calls behind each row."""
+"""NVML collector of `flopwatch doctor`, which keeps the nvmlReturn_t of each call, and the calls behind each row."""
 
 import re
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ PROFILING = 1000  # DCGM measures fields from this id on itself, and gets the ot
 
 
 class RecordedNvml:
-    """NVML collector whose library is wrapped by the recorder of `flopwatch capture`; the answers go to a file."""
+    """NVML collector that writes the nvmlReturn_t of its calls to the file `notes`."""
 
     name = "nvml"
 
@@ -28,7 +28,7 @@ class RecordedNvml:
         self._notes = notes
 
     def read(self) -> list[Sample]:
-        """Return the collector's samples, and store the answers of the calls."""
+        """Return the collector's samples, and save the return codes of NVML even if the read fails."""
         try:
             return self._collector.read()
         finally:
@@ -42,7 +42,7 @@ class RecordedNvml:
 
 
 def _codes(sections: Mapping[str, Mapping[str, list[Any]]]) -> dict[str, list[int]]:
-    """Return the distinct nvmlReturn_t of each function, `field N` and `metric N`."""
+    """Return the distinct nvmlReturn_t of each function, `field N` and `metric N` in a recording."""
     codes: dict[str, set[int]] = {}
     for section, prefix in (("calls", ""), ("fields", "field "), ("metrics", "metric ")):
         for question, answers in sections.get(section, {}).items():
@@ -54,13 +54,13 @@ def _codes(sections: Mapping[str, Mapping[str, list[Any]]]) -> dict[str, list[in
 
 
 def build(factory: str, notes: str, **arguments: str) -> RecordedNvml:
-    """Return the NVML collector of a factory (`package.module:function`) with a recorder in it."""
+    """Return the NVML collector that `factory` (`package.module:function`) creates, with its return codes recorded."""
     return RecordedNvml(resolve_name(factory)(**arguments), StateFile(Path(notes)))
 
 
 @dataclass
 class Asked:
-    """Calls behind a row, from its source in the catalogue; `profiling` is DCGM's own measurement."""
+    """NVML functions, fields and metrics that feed a row, whether DCGM feeds it too, and whether by own profiling."""
 
     functions: list[str] = field(default_factory=list)
     questions: list[str] = field(default_factory=list)
@@ -69,7 +69,7 @@ class Asked:
 
 
 def asked(row: Metric) -> Asked:
-    """Return the NVML functions, fields and metrics in the source of a row."""
+    """Parse the NVML functions, fields and GPM metrics in the text of a row's source."""
     found = Asked(functions=re.findall(r"nvml(?:Device|Gpm)\w+", row.source))
     for clause in re.split(r";|, *(?=NVML|NVLink|DCGM|GPM|nvml)", row.source):
         if "DCGM" in clause:

@@ -1,7 +1,7 @@
-"""Fitness of this node for training: a verdict, its reasons, and what to do, from the samples of one look.
+"""Rules of a host's fitness for training: each has a reason, its verdict, and what to do. docs/check.md has the table.
 
-docs/check.md has RULES as a table. The action follows the driver's own recovery action (NVML field 230), if it has one,
-otherwise NVIDIA's GPU debug guidelines (https://docs.nvidia.com/deploy/gpu-debug-guidelines/) and Xid catalogue
+Actions follow the driver's own recovery action (NVML field 230), if there is one. Otherwise they follow NVIDIA's
+guidelines (https://docs.nvidia.com/deploy/gpu-debug-guidelines/) and Xid catalogue
 (https://docs.nvidia.com/deploy/xid-errors/). Ports are judged as in leptonai/gpud and NVIDIA/NVSentinel.
 """
 
@@ -16,37 +16,35 @@ from flopwatch.node.health.facts import Facts, Found
 
 OK, DEGRADED, BAD, UNKNOWN = "ok", "degraded", "bad", "unknown"
 
-# What to do: the label of the series, and its sentence.
-ACTIONS = {
+ACTIONS = {  # label of the series: what to do
     "reset_gpu": "reset the GPU (nvidia-smi --gpu-reset) once it is free",
-    "reboot_node": "reboot the node",
-    "reboot_then_reseat": "reboot the node; if the part stays away, reseat it",
+    "reboot_node": "reboot the host",
+    "reboot_then_reseat": "reboot the host; if the part is still missing, reseat it",
     "drain_peers": "drain the GPUs that exchange data with it",
-    "drain_and_reset": "drain the node, then reset the GPU",
+    "drain_and_reset": "drain the host, then reset the GPU",
     "recover_imex": "recover the IMEX domain",
     "reset_bus": "reset the PCIe bus above the GPU",
     "reboot_system": "reboot the whole system",
-    "replace_gpu": "drain the node and have the GPU replaced (RMA)",
-    "reseat_gpu": "drain the node, power it off and reseat the GPU",
-    "check_nvlink": "drain the node and test its NVLinks (fabric manager log, field diagnostics)",
+    "replace_gpu": "drain the host and have the GPU replaced (RMA)",
+    "reseat_gpu": "drain the host, power it off and reseat the GPU",
+    "check_nvlink": "drain the host and test its NVLinks (fabric manager log, field diagnostics)",
     "restart_fabric_manager": "restart the fabric manager, then reset the GPUs",
     "check_cooling": "check fans, inlet temperature and heat sinks",
     "check_power": "check power supplies and the rack's power limit",
     "check_cable": "clean, reseat or replace the cable and its transceiver",
-    "check_node": "compare the node with its expectations, and correct the wrong one",
+    "check_node": "compare the host with its expectations, and correct the wrong one",
     "load_driver": "load the NVIDIA driver, or finish its update; the GPUs are not at fault",
     "wait": "wait until the maintenance that requested it is over",
     "check_exporter": "run flopwatch doctor, which shows whether the driver hangs or denies access",
 }
 
-# The driver's own recovery actions: nvmlDeviceGpuRecoveryAction_t, from 1 on.
 _RECOVERY = "reset_gpu reboot_node drain_peers drain_and_reset recover_imex reset_bus reboot_system"
-RECOVERY_ACTIONS = dict(enumerate(_RECOVERY.split(), 1))
+RECOVERY_ACTIONS = dict(enumerate(_RECOVERY.split(), 1))  # nvmlDeviceGpuRecoveryAction_t
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Rule of one reason: its text about a part, the series it reads, and the search for affected parts."""
+    """Rule for one reason: verdict, label of the action, text, the rows it reads, and the search for affected parts."""
 
     reason: str
     verdict: str
@@ -66,7 +64,7 @@ def _is(
     above: float = math.inf,
     last: str | None = None,
 ) -> Rule:
-    """Return a rule for the series of a row with one of these numbers or above a limit, and `last` as last label."""
+    """Return a rule for the series of `row` with one of `numbers` or above `above`, and with `last` as last label."""
 
     def find(facts: Facts) -> Iterator[Found]:
         for labels, number in facts.of(row).items():
@@ -82,10 +80,7 @@ _RATES = (m.INFINIBAND_PORT_RATE_BYTES_PER_SECOND, *reversed(_PORT_STATES[1:]))
 EFFECTIVE_BER = 1e-12  # DCGM's limit of the NVLink bit error ratio after correction
 
 # fmt: off
-# A table: the formatter would print each argument of a rule on a line of its own.
-
 RULES: tuple[Rule, ...] = (
-    # GPUs: there?
     Rule("gpu_missing", BAD, "reboot_then_reseat", "does not answer, and is in the inventory",
          (m.GPU_PRESENT, m.GPU_READABLE), search.missing_gpus),
     Rule("gpus_too_few", BAD, "reboot_then_reseat", "fewer GPUs than expected", (m.GPU_PRESENT,), search.too_few_gpus),
@@ -96,7 +91,6 @@ RULES: tuple[Rule, ...] = (
          (m.GPU_DRIVER_LOADED,), search.unloaded_driver),
     Rule("gpu_unreadable", UNKNOWN, "check_exporter", "cannot be read by the exporter; the GPU may be well",
          (m.GPU_READABLE, m.GPU_DRIVER_LOADED), search.unreadable_gpus),
-    # Reports of the driver.
     *(_is("recovery_action", BAD, action, "needs recovery according to the driver", m.GPU_RECOVERY_ACTION_ID, number)
       for number, action in RECOVERY_ACTIONS.items()),
     Rule("xid", BAD, "reset_gpu", "had a critical Xid within the last hour",
@@ -112,7 +106,6 @@ RULES: tuple[Rule, ...] = (
     Rule("xid_recovered", DEGRADED, "reset_gpu",
          "had a critical Xid within the last hour, and the driver requests no recovery",
          _XIDS, search.gpus_with_xids(True)),
-    # Memory.
     _is("row_remap_failure", BAD, "replace_gpu", "has a memory row that cannot be replaced",
         m.GPU_ROW_REMAP_FAILURE, 1),
     _is("sram_errors", BAD, "replace_gpu", "had more SRAM errors than it may have",
@@ -125,7 +118,6 @@ RULES: tuple[Rule, ...] = (
         m.GPU_RETIRED_PAGES_PENDING, 1),
     _is("repair_pending", DEGRADED, "drain_and_reset", "has a repair waiting for its next reset",
         m.GPU_REPAIR_PENDING, 1),
-    # Slowed down.
     _is("thermal_slowdown", DEGRADED, "check_cooling", "is too hot, and its hardware holds the clock back",
         m.GPU_CLOCK_EVENT_ACTIVE, 1, last="hw_thermal_slowdown"),
     _is("power_brake", DEGRADED, "check_power", "is braked from outside, by its power supply",
@@ -134,7 +126,6 @@ RULES: tuple[Rule, ...] = (
          (m.GPU_PCIE_WIDTH_LANES, m.GPU_PCIE_WIDTH_MAX_LANES), search.narrow_pcie),
     Rule("pcie_generation", DEGRADED, "check_node", "cannot have the expected PCIe generation",
          (m.GPU_PCIE_GENERATION_MAX,), search.slow_pcie),
-    # NVLink and its fabric.
     Rule("nvlink_down", BAD, "check_nvlink", "has fewer NVLinks up than expected, or than it had",
          (m.NVLINK_LINKS, m.NVLINK_LINK_STATE_ID), search.lost_nvlinks),
     _is("nvlink_bit_errors", BAD, "check_nvlink", f"has a bit error ratio above {EFFECTIVE_BER:g} on an NVLink",
@@ -163,7 +154,7 @@ RULES: tuple[Rule, ...] = (
     Rule("sxid", BAD, "check_nvlink", "an NVSwitch had a fatal SXid within the last hour",
          (m.NVLINK_SWITCH_SXID_LAST_TIMESTAMP_SECONDS, m.NVLINK_SWITCH_SXID_INFO), search.fatal_sxids),
     # Ports. A port without a known role counts as compute.
-    Rule("port_missing", BAD, "reboot_then_reseat", "a compute port is gone from /sys, and is in the inventory",
+    Rule("port_missing", BAD, "reboot_then_reseat", "a compute port of the inventory is missing in /sys",
          _PORT_STATES, search.lost_ports("gone", spare=False)),
     Rule("port_missing", DEGRADED, "reboot_then_reseat", "the same of a storage or management port",
          _PORT_STATES, search.lost_ports("gone", spare=True)),
@@ -183,7 +174,6 @@ RULES: tuple[Rule, ...] = (
     Rule("transceiver_hot", DEGRADED, "check_cooling",
          f"has a transceiver above {search.HOT_TRANSCEIVER:g} degrees Celsius",
          (m.INFINIBAND_TEMPERATURE_CELSIUS,), search.hot_transceivers),
-    # The exporter.
     Rule("source_failed", UNKNOWN, "check_exporter", "a source of these numbers cannot be read",
          (m.FLOPWATCH_COLLECTOR_SUCCESS,), search.failed_sources),
     Rule("driver_released", UNKNOWN, "wait", "the driver is released on request",
@@ -194,7 +184,7 @@ RULES: tuple[Rule, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Rise:
-    """Limit of a counter, which must not rise faster than `per_second` between two looks."""
+    """Limit of an error counter: a rise of more than `per_second` between two looks is a reason for a verdict."""
 
     reason: str
     verdict: str

@@ -1,4 +1,4 @@
-"""Searches for the parts of a node that a rule applies to, for rules that compare several series or expectations."""
+"""Searches of the health rules that compare several series or expectations. Each yields affected parts of the host."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -10,14 +10,12 @@ from flopwatch.node.health.facts import NVLINK_UP, Facts, Found, Labels
 
 NVLINK_DOWN = (0, 3)
 HOT_TRANSCEIVER = 70.0  # degrees Celsius, NVIDIA UFM's limit
-# The kernel prints a port's rate rounded.
-RATE_TOLERANCE = 0.99
-# Roles of ports that a job can train without.
-SPARE_ROLES = ("storage", "management")
+RATE_TOLERANCE = 0.99  # the kernel prints rates of ports rounded
+SPARE_ROLES = ("storage", "management")  # of ports that a job can train without
 
 
 def missing_gpus(facts: Facts) -> Iterator[Found]:
-    """Find GPUs that the driver reported once and that no longer answer."""
+    """Find GPUs of the inventory that do not answer, unless as many GPUs as expected do."""
     if facts.expected.gpus and len(facts.answering) >= facts.expected.gpus:
         return  # the missing ones were removed on purpose
     for gpu, present in facts.of(m.GPU_PRESENT).items():
@@ -26,27 +24,27 @@ def missing_gpus(facts: Facts) -> Iterator[Found]:
 
 
 def unloaded_driver(facts: Facts) -> Iterator[Found]:
-    """Find a node with GPUs but without the NVIDIA driver."""
+    """Report the driver if this host has GPUs, and no NVIDIA driver is loaded."""
     if facts.driverless:
         yield "driver", "no NVIDIA driver is loaded, and no job can use the GPUs"
 
 
 def unreadable_gpus(facts: Facts) -> Iterator[Found]:
-    """Find GPUs to which the exporter has no access."""
+    """Find GPUs that the exporter cannot read although a driver is loaded."""
     for gpu, readable in facts.of(m.GPU_READABLE).items():
         if not readable and not facts.driverless:
             yield facts.found(m.GPU_READABLE, gpu, "cannot be read by the exporter; the GPU may be well")
 
 
 def too_few_gpus(facts: Facts) -> Iterator[Found]:
-    """Find a node with fewer GPUs than expected."""
+    """Report a host with fewer GPUs, missing ones included, than expected."""
     known = {*facts.of(m.GPU_PRESENT), *facts.of(m.GPU_READABLE)}
     if known and len(known) < facts.expected.gpus:
         yield "gpus", f"{len(known)} GPUs where {facts.expected.gpus} are expected"
 
 
 def unseen_gpus(facts: Facts) -> Iterator[Found]:
-    """Find a node without any reading of its expected GPUs."""
+    """Report a host for which GPUs are expected and none was read, unless its driver is released."""
     seen = facts.of(m.GPU_PRESENT) or facts.of(m.GPU_READABLE)
     if facts.expected.gpus and not seen and not facts.released:
         yield "gpus", f"nothing is read from NVML where {facts.expected.gpus} GPUs are expected"
@@ -61,7 +59,7 @@ def other_model(facts: Facts) -> Iterator[Found]:
 
 
 def narrow_pcie(facts: Facts) -> Iterator[Found]:
-    """Find GPUs with fewer PCIe lanes than their slot or the expectation."""
+    """Find GPUs with fewer PCIe lanes than the GPU and its slot support, or than expected."""
     for gpu, lanes in facts.of(m.GPU_PCIE_WIDTH_LANES).items():
         wanted = max(facts.of(m.GPU_PCIE_WIDTH_MAX_LANES).get(gpu, 0), facts.expected.pcie_width)
         if 0 < lanes < wanted:
@@ -69,7 +67,7 @@ def narrow_pcie(facts: Facts) -> Iterator[Found]:
 
 
 def slow_pcie(facts: Facts) -> Iterator[Found]:
-    """Find GPUs whose PCIe generation is below the expected one."""
+    """Find GPUs whose highest possible PCIe generation is below the expected one."""
     for gpu, generation in facts.of(m.GPU_PCIE_GENERATION_MAX).items():
         if 0 < generation < facts.expected.pcie_generation:
             text = f"can have PCIe {generation:g} where {facts.expected.pcie_generation} is expected"
@@ -77,7 +75,7 @@ def slow_pcie(facts: Facts) -> Iterator[Found]:
 
 
 def lost_nvlinks(facts: Facts) -> Iterator[Found]:
-    """Find GPUs with fewer active NVLinks than expected or than they had."""
+    """Find GPUs with fewer active NVLinks than expected or, without an expectation, with NVLinks that went down."""
     links: Counter[Labels] = Counter()
     for labels, number in facts.of(m.NVLINK_LINKS).items():
         links[labels[:2]] += int(number) if labels[2] in NVLINK_UP else 0
@@ -91,14 +89,14 @@ def lost_nvlinks(facts: Facts) -> Iterator[Found]:
 
 @cache
 def critical_xids() -> Mapping[str, str]:
-    """Return the codes that page and those of broken hardware, and NVIDIA's action for each."""
+    """Return NVIDIA's action by Xid code, for the Xids that are fatal or that page."""
     return {
         str(code): row.action.partition(" ")[0] for code, row in xids().items() if row.page or row.severity == "fatal"
     }
 
 
 def gpus_with_xids(driver_content: bool, *nvidia: str) -> Callable[[Facts], Iterator[Found]]:
-    """Return a search for GPUs with a recent critical Xid for which NVIDIA has one of these actions, or any."""
+    """Return a search for critical Xids with such NVIDIA actions. `driver_content`: the driver requests no recovery."""
 
     def find(facts: Facts) -> Iterator[Found]:
         codes: dict[Labels, list[str]] = {}
@@ -120,13 +118,13 @@ _NVIDIA_GRAVEST = "CONTACT_SUPPORT CHECK_MECHANICALS RESTART_BM RESTART_VM WORKF
 
 
 def gravest(actions: set[str]) -> str:
-    """Return NVIDIA's gravest action of a set."""
+    """Return the gravest of NVIDIA's actions, RESET_GPU if the set has no graver one."""
     return next((action for action in _NVIDIA_GRAVEST.split() if action in actions), "RESET_GPU")
 
 
 def lost_ports(how: str, spare: bool) -> Callable[[Facts], Iterator[Found]]:
-    """Return a search for InfiniBand ports that are `gone` or `down`, in spare roles or in all others."""
-    words = {"gone": "is gone from /sys", "down": "is down"}
+    """Return a search for lost ports (`how`: gone or down), only with or only without a role in SPARE_ROLES."""
+    words = {"gone": "is missing in /sys", "down": "is down"}
 
     def find(facts: Facts) -> Iterator[Found]:
         for port, what in facts.lost_ports():
@@ -138,7 +136,7 @@ def lost_ports(how: str, spare: bool) -> Callable[[Facts], Iterator[Found]]:
 
 
 def too_few_ports(facts: Facts) -> Iterator[Found]:
-    """Find roles with fewer active ports than expected."""
+    """Find port roles with fewer active ports than expected, apart from the ports that `lost_ports` finds."""
     lost = {port for port, _ in facts.lost_ports()}
     for role, wanted in facts.expected.ports.items():
         ports = facts.ports_of(role)
@@ -152,14 +150,14 @@ def too_few_ports(facts: Facts) -> Iterator[Found]:
 
 
 def unseen_ports(facts: Facts) -> Iterator[Found]:
-    """Find a node without any reading of its expected InfiniBand ports."""
+    """Report a host for which ports are expected and none was read."""
     count = sum(wanted.count for wanted in facts.expected.ports.values())
     if count and not facts.of(m.INFINIBAND_PORT_PRESENT):
         yield "ports", f"nothing is read from /sys/class/infiniband where {count} ports are expected"
 
 
 def slow_ports(spare: bool) -> Callable[[Facts], Iterator[Found]]:
-    """Return a search for active ports below their rate, in spare roles or in all others."""
+    """Return a search for active ports below their expected rate, only with or only without a role in SPARE_ROLES."""
 
     def find(facts: Facts) -> Iterator[Found]:
         for port, rate in facts.of(m.INFINIBAND_PORT_RATE_BYTES_PER_SECOND).items():
@@ -173,7 +171,7 @@ def slow_ports(spare: bool) -> Callable[[Facts], Iterator[Found]]:
 
 
 def hot_transceivers(facts: Facts) -> Iterator[Found]:
-    """Find transceivers above their temperature limit."""
+    """Find ports whose transceiver is hotter than HOT_TRANSCEIVER."""
     for labels, celsius in facts.of(m.INFINIBAND_TEMPERATURE_CELSIUS).items():
         if labels[2].startswith("Module") and celsius > HOT_TRANSCEIVER:
             part = facts.part(m.INFINIBAND_TEMPERATURE_CELSIUS, labels)
@@ -190,15 +188,15 @@ def fatal_sxids(facts: Facts) -> Iterator[Found]:
 
 
 def released_driver(facts: Facts) -> Iterator[Found]:
-    """Find a node whose driver is released for maintenance."""
+    """Report the driver if it is released for maintenance."""
     if facts.released:
         yield "driver", "the driver is released on request, and the state of the GPUs is unknown"
 
 
 def failed_sources(facts: Facts) -> Iterator[Found]:
-    """Find sources that the exporter could not read."""
+    """Find sources of the verdict that could not be read, except those that a released driver closes."""
     for (source,), success in facts.of(m.FLOPWATCH_COLLECTOR_SUCCESS).items():
-        # The owner of a GPU and the place of the node do not change the verdict.
+        # The owner of a GPU and the place of the host do not change the verdict.
         closed = facts.released and source != "infiniband"
         if not success and source in ("nvml", "dcgm", "infiniband", "xid") and not closed:
             yield f"source {source}", f"source {source} cannot be read"

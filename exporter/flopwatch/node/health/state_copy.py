@@ -1,8 +1,4 @@
-"""Copy of the exporter's state (`--state`) for a separate look at the node.
-
-Readers also write their state files. If a separate look changed them, the exporter would skip records that it never
-read, or meet files that belong to root.
-"""
+"""Copy of the exporter's state folder, for `flopwatch check` and `doctor`, whose reads would change the original."""
 
 import shutil
 import tempfile
@@ -20,7 +16,7 @@ MAX_FILE = 4 << 20
 
 @contextmanager
 def copied(settings: ExporterSettings) -> Iterator[ExporterSettings]:
-    """Yield settings with a copy of the readable part of the state folder. Raises SettingsError without room."""
+    """Yield settings whose state folder is a temporary copy. Raises SettingsError if it cannot be made."""
     try:
         folder = tempfile.TemporaryDirectory(prefix="flopwatch-")
     except OSError as error:

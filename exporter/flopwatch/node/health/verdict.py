@@ -1,4 +1,4 @@
-"""Verdict on a node: which rules apply to its samples, and what is expected of it."""
+"""Verdict on a host: applies the health rules to its samples, and compares it with the parts expected of it."""
 
 import logging
 import time
@@ -19,7 +19,7 @@ _WORST_FIRST = (BAD, DEGRADED, UNKNOWN)
 
 
 class Reason(NamedTuple):
-    """One thing that is wrong: the part, its verdict, the action, and a sentence."""
+    """Finding of a rule: its name, the affected part (`gpu 3`), the verdict, the action's label, and a sentence."""
 
     reason: str
     part: str
@@ -33,7 +33,7 @@ class Reason(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """Result of one look: `reasons` worst first, and the numbers of answering GPUs and active ports."""
+    """Result for the samples of one look: reasons, worst first, and the numbers of answering GPUs and active ports."""
 
     reasons: tuple[Reason, ...]
     gpus: int
@@ -50,12 +50,12 @@ _KNOWN_ROWS |= {m.GPU_INFO.name, m.INFINIBAND_INFO.name}
 
 
 def booted() -> float:
-    """Return the Unix time of the last boot."""
+    """Return the Unix time of this host's last boot."""
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class Verdict:
-    """Judge of samples against the expectations of the node."""
+    """Judge of a host's samples by the health rules and the parts expected of the host."""
 
     def __init__(
         self, expectations: Expectations, clock: Callable[[], float] = time.time, booted: Callable[[], float] = booted
@@ -69,11 +69,11 @@ class Verdict:
         return Facts(samples, self._expected, self._clock(), self._booted(), _KNOWN_ROWS)
 
     def judge(self, samples: Iterable[Sample]) -> Judgement:
-        """Return what is wrong with the node of these samples."""
+        """Return the reasons that the rules find in the samples of one look."""
         return _judgement(self.facts(samples), [])
 
     def judge_twice(self, before: Iterable[Sample], after: Iterable[Sample], seconds: float) -> Judgement:
-        """Return what is wrong in both looks, `seconds` apart, and the error counters that rose between them."""
+        """Return the reasons found in both looks, `seconds` apart, and the error counters that rose between them."""
         first, second = self.facts(before), self.facts(after)
         earlier = {(reason.reason, reason.part) for reason in _judgement(first, []).reasons}
         judgement = _judgement(second, list(_rises(first, second, seconds)))
@@ -82,7 +82,7 @@ class Verdict:
         return Judgement(reasons, judgement.gpus, judgement.ports)
 
     def derive(self, samples: Sequence[Sample]) -> list[Sample]:
-        """Return the verdict, its reasons and the expectations as samples."""
+        """Return samples of the verdict, its reasons and the expected numbers of parts. Logs changes of the reasons."""
         judgement = self.judge(samples)
         self._log(judgement)
         derived: list[Sample] = [(m.HOST_VERDICT_ID, (), _WEIGHT[judgement.verdict])]
@@ -96,7 +96,6 @@ class Verdict:
         return derived + [(m.HOST_EXPECTED_PARTS, (kind,), count) for kind, count in parts.items() if count]
 
     def _log(self, judgement: Judgement) -> None:
-        """Log new reasons, and those that no longer apply."""
         # The key excludes the sentence, which may contain a changing number.
         now: dict[tuple[str, ...], str] = {one[:3]: f"{one.verdict}: {one}" for one in judgement.reasons}
         for key in now.keys() - self._logged.keys():
@@ -126,7 +125,7 @@ def _rises(before: Facts, after: Facts, seconds: float) -> Iterator[Reason]:
 
 
 def learn(samples: Iterable[Sample]) -> Expectations:
-    """Return the shape of the node of these samples: what answers and is active now."""
+    """Return expectations from these samples: the GPUs that answer, and the links and ports that are active now."""
     facts = Facts(samples, Expectations(), 0, 0, _KNOWN_ROWS)
     model = m.GPU_INFO.labels.index("model")
     models = {labels[model] for labels in facts.of(m.GPU_INFO) if labels[:2] in facts.answering}
@@ -152,6 +151,6 @@ def learn(samples: Iterable[Sample]) -> Expectations:
 
 
 def _common(numbers: Iterable[float]) -> int:
-    """Return the number that all have, 0 if they differ."""
+    """Return the number if all are equal, else 0."""
     different = {*numbers}
     return int(different.pop()) if len(different) == 1 else 0

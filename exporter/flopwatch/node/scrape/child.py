@@ -1,8 +1,7 @@
-"""Reader process: makes one collector and answers requests to read it.
+"""Reader process: creates one collector, and reads it on request.
 
-`python -m flopwatch.node.scrape.child FACTORY ARGUMENTS`. A request is a byte on stdin, the answer one line of JSON on
-stdout. The process ends when its stdin is closed, also by the death of its parent. There is one such process per
-source, so it imports as little as possible.
+`python -m flopwatch.node.scrape.child FACTORY ARGUMENTS_AS_JSON` answers each byte on stdin with a line of JSON on
+stdout. It ends when stdin is closed, as by its parent's death. One runs per source, so it imports little.
 """
 
 import json
@@ -20,20 +19,19 @@ from typing import IO, Any
 from flopwatch.catalogue import Metric, Sample
 from flopwatch.node.collectors import AccessLost, Collector, RestartReader, Unsupported
 
-# Seconds that a read may still take after stdin was closed.
-EXIT_GRACE = 1.0
+EXIT_GRACE = 1.0  # seconds that a read may take after stdin was closed
 
 log = logging.getLogger(__name__)
 
 
 class AnswerEncoder:
-    """Encoder of samples that sends rows and labels only if they differ from those of the last answer."""
+    """Encoder of answers, which contain rows and labels only if they differ from those of the last answer."""
 
     def __init__(self) -> None:
         self._keys: list[tuple[Metric, tuple[str, ...]]] | None = None
 
     def encode(self, samples: list[Sample], header: Mapping[str, Any]) -> str:
-        """Return the line that answers a read. Raises TypeError or ValueError for a malformed sample."""
+        """Return an answer with these samples as a line of JSON. Raises TypeError or ValueError if one is malformed."""
         keys = [(row, labels) for row, labels, _ in samples]
         answer = {**header, "values": [number for _, _, number in samples]}
         if keys != self._keys:
@@ -44,12 +42,12 @@ class AnswerEncoder:
 
 
 def resident(statm: int, page: int = os.sysconf("SC_PAGE_SIZE")) -> int:
-    """Return the resident memory of this process in bytes, from an open /proc/self/statm: proc(5)."""
+    """Return the resident memory of this process in bytes. `statm` is its open /proc/self/statm: proc(5)."""
     return int(os.pread(statm, 100, 0).split()[1]) * page
 
 
 def _listen(requests: SimpleQueue[bool]) -> None:
-    """Queue requests, and end this process when stdin is closed, even if the main thread hangs."""
+    """Queue the requests from stdin, and end this process after stdin is closed, even if the main thread hangs."""
     while data := os.read(0, 4096):
         for _ in data:
             requests.put(True)
@@ -105,7 +103,7 @@ def _answer_requests(factory: str, arguments: Mapping[str, str], pipe: IO[bytes]
 
 
 def main() -> None:
-    """Answer requests until stdin is closed."""
+    """Answer requests on stdin until it is closed."""
     for number in (signal.SIGINT, signal.SIGUSR1):  # Ctrl-C and --release are the parent's to handle
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)

@@ -1,10 +1,9 @@
-"""The names, labels and units of dcgm-exporter (`--expose dcgm`), made from our samples by data/dcgm_names.csv.
+"""Names, labels and units of dcgm-exporter for flopwatch's samples (`--expose dcgm`), from data/dcgm_names.csv.
 
 Until 4.8.4: default-counters.csv and internal/pkg/rendermetrics of https://github.com/NVIDIA/dcgm-exporter (d5e5f51).
 From 4.9: its release notes (https://newreleases.io/project/github/NVIDIA/dcgm-exporter/release/4.9.0), dcgm_fields.h
 4.6.0 of https://github.com/NVIDIA/DCGM (72fa3fe), its 4.6.1 preview in https://github.com/NVIDIA/go-dcgm (b7fa315), and
-quotations of the field reference for 4.7 (1613-1628, 1648). What these do not mention, types included, is as in 4.8.
-`Hostname` became `hostname` in 4.8.3, and the old names carry both.
+the field reference for 4.7 (1613-1628, 1648). Everything else is as in 4.8. `Hostname` became `hostname` in 4.8.3.
 """
 
 import csv
@@ -20,16 +19,14 @@ from flopwatch import catalogue as m
 from flopwatch.catalogue import Metric, Sample
 from flopwatch.node.scrape.exposition import label_pairs
 
-# Rates and ratios are means over at least MIN_WINDOW seconds, whichever scraper asked then, and at most MAX_WINDOW.
-MIN_WINDOW, MAX_WINDOW = 10.0, 120.0
+MIN_WINDOW, MAX_WINDOW = 10.0, 120.0  # seconds over which rates and ratios are means, the same for all scrapers
 
 GENERATIONS = {"dcgm-4.8": ("4.8",), "dcgm-4.9": ("4.9",), "dcgm": ("4.8", "4.9")}
 
 _HOST = {"4.8": ("Hostname", "hostname"), "4.9": ("hostname",)}
 _DRIVER = {"4.8": "DCGM_FI_DRIVER_VERSION", "4.9": "DCGM_FI_SYSTEM_DRIVER_VERSION"}
 
-# How a number in our base unit is written in a unit of DCGM, which writes most of the old ones as whole numbers.
-UNITS: dict[str, Callable[[float], float]] = {
+UNITS: dict[str, Callable[[float], float]] = {  # unit of DCGM: from the base unit, rounded as in DCGM
     **dict.fromkeys(("C", "W", "J", "s", "ratio", "bytes per second"), float),
     **dict.fromkeys(("count", "Hz", "bytes"), round),
     "MHz": lambda hertz: round(hertz / 1e6),
@@ -37,18 +34,16 @@ UNITS: dict[str, Callable[[float], float]] = {
     "%": lambda ratio: round(ratio * 100),
     "MiB": lambda count: int(count) >> 20,
     "ns": lambda seconds: round(seconds * 1e9),
-    # DCGM divides KiB per second by 1000 and calls it MB/s (DcgmCacheManager.cpp, ReadAndCacheNvLinkBandwidth).
-    "MB/s": lambda rate: round(rate / 1_024_000),
+    "MB/s": lambda rate: round(rate / 1_024_000),  # DCGM divides KiB/s by 1000 (DcgmCacheManager.cpp)
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """One DCGM field: its names and units before and from 4.9, and the row that it is made from.
+    """DCGM field: its name and unit before 4.9 (`old`, `unit`) and from 4.9 (`new`, `new_unit`), and the row behind it.
 
-    `labels` follow those of the GPU. `how` is value (the sample itself), rate (of a counter, over the window), share
-    (of the profiled time), free (the memory left) or xid (the last one). `mig` is the row of a MIG instance if it is
-    another one. `also` is a second row, whose value is added.
+    `labels` follow the GPU's labels in `row`. `how` is value (the sample itself), rate, share (of the profiled time),
+    free (memory) or xid (the last Xid). `mig` is the row of MIG instances, `also` a row whose value is added.
     """
 
     id: int
@@ -93,7 +88,7 @@ class Window:
         self._readings: deque[tuple[float, dict[Key, float]]] = deque()
 
     def advance(self, now: float, counters: dict[Key, float]) -> None:
-        """Add the current counters, and drop those outside the window."""
+        """Add the present counters, and drop readings outside the window."""
         self._readings.append((now, counters))
         while len(self._readings) > 1 and self._readings[1][0] <= now - MIN_WINDOW:
             self._readings.popleft()
@@ -106,19 +101,19 @@ class Window:
         return None if first is None or last is None or last < first else last - first
 
     def rate(self, key: Key) -> float | None:
-        """Return the mean increase per second, None if it is unknown."""
+        """Return the mean increase of a counter per second, None if it is unknown."""
         seconds, rise = self._readings[-1][0] - self._readings[0][0], self.rise(key)
         return None if rise is None or seconds < 1 else rise / seconds
 
     def share(self, key: Key, whole: Key) -> float | None:
-        """Return the share of the profiled time in which an activity was on, None if it is unknown."""
+        """Return the share of the profiled time (`whole`) in which an activity was on, None if it is unknown."""
         rise, seconds = self.rise(key), self.rise(whole)
         return None if rise is None or not seconds else rise / seconds
 
 
 @dataclass
 class GpuPart:
-    """GPU or MIG instance: label values in our rows, its labels in the format of dcgm-exporter, and its owners."""
+    """GPU or MIG instance: its label values in flopwatch's rows, its labels in dcgm-exporter's format, its owners."""
 
     gpu: tuple[str, str]
     instance: tuple[str, ...]
@@ -129,7 +124,7 @@ class GpuPart:
     written: dict[tuple[str, ...], str] = field(default_factory=dict)
 
     def pairs(self, generations: tuple[str, ...]) -> str:
-        """Return the rendered labels of all series of this part in these generations."""
+        """Return as text the labels that all series of this GPU or instance have in these versions of dcgm-exporter."""
         if generations not in self.written:
             labels = dict(self.labels)
             for generation in generations:
@@ -141,7 +136,7 @@ class GpuPart:
 
 
 class Compatibility:
-    """Renderer of samples under the names of dcgm-exporter: dcgm-4.8, dcgm-4.9, or dcgm for both."""
+    """Renderer of samples under the names of dcgm-exporter (`generation`): dcgm-4.8, dcgm-4.9, or dcgm for both."""
 
     def __init__(self, generation: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._generations = GENERATIONS[generation]
@@ -150,7 +145,7 @@ class Compatibility:
         self._values: dict[Key, float] = {}
 
     def render(self, samples: Sequence[Sample], *, openmetrics: bool = False) -> str:
-        """Return the families as lines of either format, without `# EOF`."""
+        """Return the samples under dcgm-exporter's names, as Prometheus text or OpenMetrics, without `# EOF`."""
         self._values = {(row.name, labels): number * row.scale for row, labels, number in samples if row.name in _READ}
         self._window.advance(self._clock(), {key: value for key, value in self._values.items() if key[0] in _COUNTED})
         parts = list(_parts(samples))
@@ -168,7 +163,6 @@ class Compatibility:
         return "\n".join([*lines, ""])
 
     def _names(self, alias: Alias) -> Iterator[tuple[str, str, tuple[str, ...]]]:
-        """Yield each name of a field, with its unit and the generations that have this name."""
         if alias.old == alias.new:
             yield alias.old, alias.unit, self._generations
             return
@@ -178,7 +172,6 @@ class Compatibility:
             yield alias.new, alias.new_unit, ("4.9",)
 
     def _number(self, alias: Alias, part: GpuPart, xids: dict[str, tuple[str, str]]) -> float | None:
-        """Return the value of a field of a part in our base unit, None without one."""
         labels: tuple[str, ...] = (*part.gpu, *alias.labels)
         key: Key = alias.row.name, labels
         whole: Key = m.GPU_PROFILED_SECONDS_TOTAL.name, part.gpu
@@ -235,7 +228,7 @@ def _parts(samples: Sequence[Sample]) -> Iterator[GpuPart]:
 
 
 def _last_xids(samples: Sequence[Sample]) -> dict[str, tuple[str, str]]:
-    """Return code and meaning of the last Xid by uuid, code 0 for a GPU without Xids whose Xids are counted."""
+    """Return code and meaning of each GPU's last Xid by UUID, code 0 for a watched GPU without Xids."""
     last: dict[str, tuple[float, str]] = {}
     names: dict[str, str] = {"0": "No Error"}
     for row, labels, number in samples:
@@ -258,7 +251,6 @@ def _about(alias: Alias, part: GpuPart, xids: dict[str, tuple[str, str]]) -> dic
 def _lines(
     name: str, generations: tuple[str, ...], part: GpuPart, number: float, about: dict[str, str]
 ) -> Iterator[str]:
-    """Yield the sample lines of a part, one per owner."""
     pairs, value = part.pairs(generations), repr(number) if isfinite(number) else "NaN"
     for owner in part.owners or [{}]:
         attributes = about | {label: text for label, text in owner.items() if text}

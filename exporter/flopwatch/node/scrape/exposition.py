@@ -1,9 +1,7 @@
 """Samples in the Prometheus text format 0.0.4 or OpenMetrics 1.0, with a cached prefix per series.
 
 Formats: https://prometheus.io/docs/instrumenting/exposition_formats/ and
-https://prometheus.io/docs/specs/om/open_metrics_spec/. Cached prefixes take a tenth of the time of prometheus_client's
-objects. The sample of a histogram has one more label value than its row: the upper bound of the bucket as written in
-`le`, or `sum`, or `count`, in that order.
+https://prometheus.io/docs/specs/om/open_metrics_spec/. The last label value of a histogram is `le`, `sum` or `count`.
 """
 
 import zlib
@@ -15,12 +13,11 @@ from flopwatch.catalogue import Metric, Sample
 TEXT = "text/plain; version=0.0.4; charset=utf-8"
 OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 
-# Series appear and disappear with runs. A cache with more entries is cleared.
-_MAX_PREFIXES = 50_000
+_MAX_PREFIXES = 50_000  # a larger cache is cleared, since series appear and disappear with runs
 
 
 def content_type(accept: str) -> str:
-    """Return TEXT or OPENMETRICS, which an `Accept` header prefers, and TEXT if it names neither."""
+    """Return the content type that an `Accept` header prefers: OPENMETRICS or TEXT, and TEXT if it names neither."""
     quality = _qualities(accept)
     openmetrics = quality.get("application/openmetrics-text", 0)
     return OPENMETRICS if openmetrics > 0 and openmetrics >= quality.get("text/plain", 0) else TEXT
@@ -32,7 +29,7 @@ def gzip_accepted(accept_encoding: str) -> bool:
 
 
 def _qualities(header: str) -> dict[str, float]:
-    """Return the highest q of each item in an Accept header; a q that is not a number counts as 0."""
+    """Return the highest q of each item in an Accept header, 0 for a q that is not a number."""
     qualities: dict[str, float] = {}
     for part in header.lower().split(","):
         item, *parameters = (piece.strip() for piece in part.split(";"))
@@ -48,20 +45,20 @@ def _qualities(header: str) -> dict[str, float]:
 
 
 def gzip(body: bytes) -> bytes:
-    """Return the body as gzip at the fastest level, which makes it ten times smaller in a millisecond."""
+    """Return the body compressed at gzip's fastest level: a tenth of the size, in a millisecond."""
     compressor = zlib.compressobj(1, zlib.DEFLATED, 31)
     return compressor.compress(body) + compressor.flush()
 
 
 def number(value: float) -> str:
-    """Return a sample value as both formats write it."""
+    """Return a sample value as both the Prometheus text format and OpenMetrics write it."""
     if isfinite(value):
         return repr(value)
     return "NaN" if value != value else "+Inf" if value > 0 else "-Inf"
 
 
 def family(row: Metric) -> str:
-    """Return the OpenMetrics family name, which leaves out the suffix its type adds."""
+    """Return the OpenMetrics family name of a row: without `_total` for a counter, without `_info` for an info."""
     if row.type == "counter":
         return row.name.removesuffix("_total")
     return row.name.removesuffix("_info") if row.type == "info" else row.name
@@ -85,11 +82,11 @@ class Exposition:
         self._keys: list[tuple[Metric, tuple[str, ...]]] = []
         self._order: list[int] = []
         self._scales: list[tuple[float, float]] = []
-        # The text before each number, in order, which includes the header at the first sample of a family.
+        # Text before each number, for either format. At the first sample of a family it includes the header.
         self._leads: dict[bool, list[str]] = {False: [], True: []}
 
     def render(self, samples: Sequence[Sample], *, openmetrics: bool = False) -> str:
-        """Return the families in order of appearance, without `# EOF`; each sample is multiplied by its row's scale."""
+        """Return samples as text, grouped by family, without `# EOF`. Values are multiplied by their row's scale."""
         keys = [(row, labels) for row, labels, _ in samples]
         if keys != self._keys:
             self._arrange(keys)
@@ -101,7 +98,6 @@ class Exposition:
         return "\n".join(lines)
 
     def _arrange(self, keys: list[tuple[Metric, tuple[str, ...]]]) -> None:
-        """Group these series by family, and create the prefixes of new ones."""
         self._keys = []  # nothing stays cached if a sample does not fit its row
         if sum(map(len, self._prefixes.values())) > _MAX_PREFIXES:
             self._prefixes.clear()
@@ -125,7 +121,7 @@ class Exposition:
 
 
 def _scale(scale: float) -> tuple[float, float]:
-    """Return factor and divisor of a scale: 110240 mW / 1000 is exactly 110.24 W, times 0.001 it is not."""
+    """Return factor and divisor for a scale, because 110240 mW / 1000 is exactly 110.24 W, and times 0.001 is not."""
     divisor = round(1 / scale)
     return (1.0, divisor) if divisor > 1 and scale == 1 / divisor else (scale, 1.0)
 
@@ -151,7 +147,7 @@ def _prefix(row: Metric, values: tuple[str, ...]) -> str:
 
 
 def label_pairs(labels: Iterable[tuple[str, str]]) -> str:
-    """Return labels as both formats write them between braces."""
+    """Return labels as both the Prometheus text format and OpenMetrics write them between braces."""
     return ",".join(f'{label}="{_escaped(value)}"' for label, value in labels)
 
 

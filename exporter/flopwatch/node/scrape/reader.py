@@ -1,8 +1,8 @@
 """Reader processes with a deadline around blocking driver calls.
 
 A driver call can hang for ever (https://github.com/NVIDIA/gpu-monitoring-tools/issues/46), so each source is read in a
-child process (`flopwatch.node.scrape.child`) that answers one request at a time. Killing a reader within a call can
-make a failing driver worse (https://github.com/NVIDIA/dcgm-exporter/issues/84), so signals are sent late.
+child process (`flopwatch.node.scrape.child`). A child is signalled late, because killing it within a call can make a
+failing driver worse (https://github.com/NVIDIA/dcgm-exporter/issues/84).
 """
 
 from __future__ import annotations
@@ -32,17 +32,15 @@ MAX_BACKOFF = 60.0  # seconds before a child that died is replaced
 RESIDENT_LIMIT = 192 << 20
 RECYCLE_AFTER = 600.0
 
-# Why a child was replaced.
-RESTARTS = ("exited", "hung", "memory", "afresh")
+RESTARTS = ("exited", "hung", "memory", "afresh")  # why a child was replaced
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Result of one read of a source.
+    """Result of one read of a source. `duration` and `age` are in seconds, `at` is the Unix time of the read's end.
 
-    A reading that is not ok has a `kind`: deadline, exited, error, blind (which may have samples) or released. `reason`
-    is the kind, the text of the error, or why the source is not supported. `duration` and `age` are in seconds, `at` is
-    the Unix time of the end. `restarts` has the reason of every replacement of a child since the last reading.
+    A failed reading (`ok` is False) has a `kind`: deadline, exited, error, released, or blind (access was lost).
+    `reason` is the kind, an error, or why the source is unsupported. `restarts` has the reason for each new child.
     """
 
     samples: list[Sample] = field(default_factory=list)
@@ -57,7 +55,7 @@ class Reading:
 
 
 def failure(kind: str, reason: str = "", duration: float = 0.0) -> Reading:
-    """Return a reading that is not ok."""
+    """Return a failed reading, with `kind` as its reason unless one is given."""
     return Reading(ok=False, kind=kind, reason=reason or kind, duration=duration)
 
 
@@ -70,14 +68,12 @@ class Spec:
 
 
 class Reader:
-    """One source, read in a child process.
+    """Reader of one source in a child process, which is replaced after it died, hung or grew too large.
 
-    `driver` marks a source with open driver handles, `secondary` a source whose samples are used only where no source
-    before it has the same row of the same GPU or port.
-
-    A child that hangs for `kill_after` seconds is sent SIGTERM, and SIGKILL `grace` seconds later. One child that
-    survives that (a call in uninterruptible sleep) is abandoned and replaced. A child that died is replaced after
-    `backoff` seconds, doubled with each death in a row. An answer older than `stale_after` seconds is ignored.
+    A source with `driver` opens driver handles. Samples of a `secondary` source are used only for rows of a GPU or port
+    that no source before it has. A child that hangs for `kill_after` seconds is sent SIGTERM, and SIGKILL `grace`
+    seconds later. One child that survives both is abandoned and replaced. A dead child is replaced after `backoff`
+    seconds, doubled with each death in a row. Answers older than `stale_after` seconds are ignored.
     """
 
     def __init__(
@@ -150,7 +146,7 @@ class Reader:
         return answer.reading
 
     def _end(self, child: _Child) -> None:
-        """Signal a child that hangs for too long, or abandon it."""
+        """Send SIGTERM or SIGKILL to a child that hangs for too long, or abandon it."""
         assert child.asked_at is not None
         hanging = time.monotonic() - child.asked_at - self._kill_after
         if hanging >= self._grace:
@@ -165,14 +161,13 @@ class Reader:
             self._restarts.append("hung")
 
     def _dismiss(self, child: _Child, why: str) -> None:
-        """Ask a child without an open request to end, and do not wait for it."""
         child.dismiss()
         self._leaving.append(child)
         self._child = None
         self._restarts.append(why)
 
     def _reap(self) -> None:
-        """Release children that have ended, and signal dismissed ones that have not."""
+        """Close children that have ended, and signal dismissed children that are overdue."""
         for child in self._leaving:
             if child.dismissed_at is not None:
                 overdue = time.monotonic() - child.dismissed_at - EXIT_GRACE
@@ -185,7 +180,7 @@ class Reader:
             self._leaving.remove(child)
 
     def _bury(self) -> None:
-        """Release the child that ended, and set the start of the next one."""
+        """Close the child that died, and set the earliest start of the next one."""
         if self._child is not None:
             self._restarts.append(self._child.fate)
             self._child.close()
@@ -194,7 +189,7 @@ class Reader:
         self._deaths += 1
 
     def release(self) -> bool:
-        """End all children, start none until `resume`, and return whether all have ended."""
+        """End all child processes, and start none until `resume`. Return whether all have ended."""
         with self._lock:
             self._released = True
             if self._child is not None:
@@ -210,16 +205,16 @@ class Reader:
             self._start_at = 0.0
 
     def close(self) -> None:
-        """End all children. One that survives SIGKILL is left to the kernel."""
+        """End all child processes, except one that survives SIGKILL."""
         self.release()
 
 
 class _Exited(Exception):
-    """The child has ended, or its answer cannot be decoded."""
+    """Raised if the child process has ended, or its answer cannot be decoded."""
 
 
 class _Answer(NamedTuple):
-    """Answer of a child: the reading, its resident bytes, and whether it ends now."""
+    """Answer of a child process: the reading, its resident bytes, and whether it ends after this answer."""
 
     reading: Reading
     resident: int
@@ -227,7 +222,7 @@ class _Answer(NamedTuple):
 
 
 class _Child:
-    """Parent's side of one child process, with at most one open request."""
+    """The reader's side of one child process, with at most one unanswered request."""
 
     def __init__(self, spec: Spec) -> None:
         # The child imports from where this process did, which includes the collectors of tests.
@@ -251,7 +246,7 @@ class _Child:
         self._keys: list[tuple[Metric, tuple[str, ...]]] = []
 
     def request(self) -> bool:
-        """Send a request, and return True, or return False while the last one is open."""
+        """Request a read. Return False, without a new request, while the last one is unanswered."""
         if self.asked_at is not None:
             return False
         try:
@@ -262,7 +257,7 @@ class _Child:
         return True
 
     def answer(self, until: float) -> _Answer | None:
-        """Return the answer to the open request, None if it does not arrive by `until`. Raises _Exited."""
+        """Return the answer to the request, or None if none arrives by `until` (monotonic time). Raises _Exited."""
         answers = self._answers.fileno()
         ready = select.poll()
         ready.register(answers, select.POLLIN)
@@ -285,7 +280,7 @@ class _Child:
             raise _Exited(f"the answer cannot be decoded: {type(error).__name__}: {error}") from error
 
     def _decoded(self, answer: Mapping[str, Any]) -> _Answer:
-        """Return an answer with its samples. Rows and labels are those of the last answer unless it has new ones."""
+        """Decode an answer. Its rows and labels are those of the answer before, unless it contains new ones."""
         if "keys" in answer:
             self._keys = [(BY_NAME[name], tuple(labels)) for name, labels in answer["keys"]]
         samples: list[Sample] = []
@@ -307,7 +302,6 @@ class _Child:
         return _Answer(reading, answer["resident"], answer.get("last", False))
 
     def dismiss(self) -> None:
-        """Close stdin, after which the process ends."""
         self.dismissed_at = time.monotonic()
         self._requests.close()
 
@@ -327,12 +321,12 @@ class _Child:
 
 
 def gpu_inventory(settings: ExporterSettings) -> Path:
-    """Return the file in which the NVML source keeps the GPUs of this host."""
+    """Return the file in which the NVML source keeps the GPUs that this host has or had."""
     return _state(settings) / "gpus.json"
 
 
 def simulated_node(settings: ExporterSettings) -> Path:
-    """Return the folder of the simulated node that --simulate names."""
+    """Return the folder with the files of the host that --simulate simulates."""
     return settings.state.absolute() / "simulated"
 
 
@@ -343,10 +337,10 @@ def _state(settings: ExporterSettings) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class HostSources:
-    """Where the readers of a host read: paths, and the specs of the two sources that call NVML.
+    """Sources that the readers of a host read: files, and the factories of the collectors `nvml` and `xid`.
 
-    `state` keeps inventories and counts; `kmsg` is a file, or `unix:` and a socket; `kubelet` may be empty. `tick`,
-    if set, advances a simulated host to the Unix time that it is called with, once a second.
+    `state` has inventories and counts. `kmsg` is a file, or `unix:` with a socket path. `kubelet` may be empty. `tick`
+    advances a simulated host to a Unix time, and is called once a second.
     """
 
     state: Path
@@ -363,14 +357,14 @@ SourcesFactory = Callable[[ExporterSettings], HostSources]
 
 
 def host_sources(settings: ExporterSettings) -> HostSources:
-    """Return the sources of the hardware of this host."""
+    """Return the sources of the real hardware of this host."""
     kmsg = str(settings.kmsg)
     kmsg = kmsg if kmsg.startswith("unix:") else str(Path(kmsg).absolute())
     return HostSources(_state(settings), settings.sysfs.absolute(), kmsg, str(settings.kubelet_socket))
 
 
 def hardware(settings: ExporterSettings, sources: HostSources) -> list[Reader]:
-    """Return one reader per source; the first one finds the GPUs."""
+    """Return one reader per source of hardware. The first, `nvml`, finds the GPUs that the others refer to."""
     state, sysfs = str(sources.state), str(sources.sysfs)
     gpus, runtime, ports = f"{state}/gpus.json", f"{state}/gpu_runtime.json", f"{state}/port_history.json"
     host, topology, jobs = settings.host, settings.topology, str(settings.job_mapping or "")

@@ -1,8 +1,7 @@
 """One scrape: reads all sources at once, isolates and times each, and enforces the series budgets.
 
-A source that fails or misses its deadline loses its own samples only. Its last good samples are served for
-`stale_after` seconds, then none. Everything runs on one event loop except `SampleSource.ask`, which runs in a thread.
-What depends on the set of series alone (labels, duplicates, budgets, order) is cached until the set changes.
+A failed source affects no other, and its last good samples are served for `stale_after` seconds. Only
+`SampleSource.ask` runs in a thread, not in the event loop. Checks are cached until the set of series changes.
 """
 
 from __future__ import annotations
@@ -32,14 +31,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Seconds for which a read of a driver is shared, so that two Prometheus servers cause one read.
-SHARED_SECONDS = 1.0
-# Seconds for which a whole page is shared. It is shorter, so that pushes of training processes show at once.
-PAGE_SECONDS = 0.25
-# Seconds of the scraper's timeout that are left for connection, rendering and transfer.
-TIMEOUT_MARGIN = 0.5
-# Seconds after its deadline that an answer is awaited, since "deadline" is an answer too.
-ANSWER_MARGIN = 0.2
+SHARED_SECONDS = 1.0  # seconds for which scrapes share a read of a driver, for example two Prometheus servers
+PAGE_SECONDS = 0.25  # seconds for which scrapes share a page: less, so that new pushes appear at once
+TIMEOUT_MARGIN = 0.5  # seconds of the scraper's timeout left for connection, rendering and transfer
+ANSWER_MARGIN = 0.2  # seconds after its deadline that an answer is awaited: "deadline" is an answer too
 
 FAILURES = ("deadline", "exited", "error", "blind")
 
@@ -62,31 +57,28 @@ Result = TypeVar("Result")
 
 
 class SampleSource(Protocol):
-    """Source of samples: a reader process, the training telemetry or the embedded ledger.
-
-    A source with a true attribute `secondary` fills gaps: a row of a GPU or port that an earlier source has is dropped.
-    """
+    """Source of samples: a reader process, the training telemetry or the embedded ledger."""
 
     @property
     def name(self) -> str:
         """Return the source's name, as in the label `collector`."""
 
     def ask(self, deadline: float) -> Reading:
-        """Return a reading within `deadline` seconds. Called in a thread, once at a time."""
+        """Return a reading within `deadline` seconds. Called in a thread, one call at a time."""
 
 
 def self_counter(row: Metric, registry: prometheus.CollectorRegistry) -> prometheus.Counter:
-    """Register a prometheus_client counter for a row, and return it."""
+    """Register a prometheus_client counter for a row about the exporter itself, and return it."""
     return prometheus.Counter(family(row), help_text(row), row.labels, registry=registry)
 
 
 def self_gauge(row: Metric, registry: prometheus.CollectorRegistry) -> prometheus.Gauge:
-    """Register a prometheus_client gauge for a row, and return it."""
+    """Register a prometheus_client gauge for a row about the exporter itself, and return it."""
     return prometheus.Gauge(row.name, help_text(row), row.labels, registry=registry)
 
 
 def own_samples(registry: prometheus.CollectorRegistry) -> list[Sample]:
-    """Return the samples of a registry, in a third of the time of prometheus_client's own rendering."""
+    """Return a registry's samples with their rows, which render in a third of prometheus_client's time."""
     return [
         (_ROWS[sample.name], tuple(sample.labels.values()), sample.value)
         for metric in registry.collect()
@@ -95,13 +87,13 @@ def own_samples(registry: prometheus.CollectorRegistry) -> list[Sample]:
 
 
 def _owner(row: Metric, labels: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return names and values of the labels whose budget a series counts against."""
+    """Return the names and values of the labels whose budget a series counts against, empty without a budget."""
     names = next((names for names in BUDGETS if row.labels[: len(names)] == names), ())  # the longest comes first
     return names, labels[: len(names)]
 
 
 def over_budget(keys: Sequence[Key]) -> tuple[set[int], Counter[str]]:
-    """Return the positions of series over budget, and their number for each budget."""
+    """Return the positions in `keys` of the series over budget, and how many each budget drops."""
     owners = (_owner(row, labels) for row, labels in keys)
     counts = Counter(owner for owner in owners if owner[0] in BUDGETS)
     excess = {key: count - BUDGETS[key[0]][1] for key, count in counts.items() if count > BUDGETS[key[0]][1]}
@@ -110,7 +102,6 @@ def over_budget(keys: Sequence[Key]) -> tuple[set[int], Counter[str]]:
     if not excess:
         return left_out, dropped
     last: dict[tuple[tuple[str, ...], tuple[str, ...]], str] = {}
-    # Within a row the last sample goes first.
     for index in sorted(range(len(keys)), key=lambda i: (_DROP_ORDER[keys[i][0].name], -i)):
         row, labels = keys[index]
         key = _owner(row, labels)
@@ -124,7 +115,7 @@ def over_budget(keys: Sequence[Key]) -> tuple[set[int], Counter[str]]:
 
 
 def overlap(parts: Sequence[Part]) -> tuple[set[int], Counter[str]]:
-    """Return the positions of series to drop, counted over all parts, and the number of duplicates of each source."""
+    """Return the positions over all parts (one per source) of series to drop as repeated, and duplicates by source."""
     left_out: set[int] = set()
     twice: Counter[str] = Counter()
     seen: set[tuple[str, tuple[str, ...]]] = set()
@@ -214,8 +205,6 @@ class _State:
 
 @dataclass
 class _Page:
-    """One body of /metrics, complete or in progress."""
-
     began: float  # on the scrape's clock
     until: float  # when the sources' deadline ends
     task: asyncio.Task[bytes]
@@ -223,10 +212,10 @@ class _Page:
 
 
 class Scrape:
-    """Reads the sources and renders their samples together with the metrics about the exporter.
+    """Scrape of all sources, rendered together with the metrics about the exporter itself.
 
-    Reads of `drivers` are shared between scrapes, sources `in_memory` are read for every page. `also` returns further
-    samples, and `derive` computes samples from all others.
+    A read of `drivers` is shared by scrapes within SHARED_SECONDS. Sources `in_memory` are read for every page. `also`
+    returns additional samples, and `derive` computes samples from all of these.
     """
 
     def __init__(
@@ -287,7 +276,7 @@ class Scrape:
         return {state.source.name: state.status for state in self._states}
 
     def close(self) -> None:
-        """Stop the thread pool. A read in progress ends with its source."""
+        """Stop the thread pool without waiting for reads in progress."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _deadline(self, timeout: float | None) -> float:
@@ -296,7 +285,7 @@ class Scrape:
         return deadline if timeout is None else min(deadline, max(timeout - TIMEOUT_MARGIN, timeout / 2))
 
     async def collect(self, timeout: float | None = None) -> list[Sample]:
-        """Read all sources and return their samples. `timeout` is that of the scraper in seconds."""
+        """Read all sources and return their samples. `timeout` is the scraper's, in seconds."""
         deadline = self._deadline(timeout)
         tasks = [task for state in self._states if (task := self._reading(state, deadline)) is not None]
         if tasks:
@@ -313,7 +302,6 @@ class Scrape:
         return self._within_budget(self._merged(parts, samples))
 
     def _merged(self, parts: list[Part], samples: list[Sample]) -> list[Sample]:
-        """Return the samples of all parts, each series once, with further and derived samples."""
         keys = [keys for _, _, keys in parts]
         if len(keys) != len(self._parts) or any(a is not b for a, b in zip(keys, self._parts, strict=True)):
             self._parts, self._overlap = keys, overlap(parts)
@@ -324,7 +312,6 @@ class Scrape:
         return samples + self._derived(samples)
 
     def _derived(self, samples: list[Sample]) -> list[Sample]:
-        """Return the samples that `derive` computes from the samples and the success of each source."""
         derive = self._derive
         if derive is None:
             return []
@@ -336,7 +323,7 @@ class Scrape:
         return self._guarded("verdict", lambda: derive(samples + success), [])
 
     def _guarded(self, name: str, make: Callable[[], Result], fallback: Result) -> Result:
-        """Return the result of `make`, or `fallback` if it raises, which is counted as a failure of source `name`."""
+        """Return the result of `make`. If it raises, count a failure of the source `name` and return `fallback`."""
         try:
             result = make()
         except Exception:
@@ -360,7 +347,7 @@ class Scrape:
         return without(samples, left_out)
 
     async def metrics(self, timeout: float | None = None, *, openmetrics: bool = False, gzipped: bool = False) -> bytes:
-        """Return the body of /metrics, which is shared by simultaneous scrapes."""
+        """Return the body of /metrics, shared by simultaneous scrapes. `timeout` is the scraper's, in seconds."""
         now, deadline = self._clock(), self._deadline(timeout)
         page = self._pages.get(openmetrics)
         if page is None or now - page.began >= PAGE_SECONDS or (not page.task.done() and page.until > now + deadline):
@@ -391,7 +378,7 @@ class Scrape:
         return body.encode(errors="replace")
 
     def _reading(self, state: _State, deadline: float) -> asyncio.Task[None] | None:
-        """Return the read in progress or a new one, or None if the last one can be shared."""
+        """Return the task of the read in progress or of a new one, or None if the last read is still shared."""
         now = self._clock()
         if state.task is None and now - state.began >= state.shared:
             state.began, state.deadline = now, now + deadline
@@ -445,7 +432,6 @@ class Scrape:
         self._change(state, "ok")
 
     def _forget(self, state: _State) -> None:
-        """Drop the samples of a source and its series of success."""
         state.samples, state.succeeded, state.success = [], -math.inf, None
         self._success.remove(state.source.name)
 
@@ -456,7 +442,6 @@ class Scrape:
         self._change(state, f"failed, {kind}", "" if reason == kind else reason)
 
     def _change(self, state: _State, kind: str, detail: str = "") -> None:
-        """Set the state of a source, and log it if it changed."""
         state.status = f"{kind}: {detail}" if detail else kind
         if kind != state.kind:
             level = logging.WARNING if kind.startswith("failed") else logging.INFO
@@ -472,7 +457,7 @@ def _compatibility(generation: str, clock: Callable[[], float]) -> Compatibility
 
 
 def scrape_timeout(header: str | None) -> float | None:
-    """Return the seconds in an X-Prometheus-Scrape-Timeout-Seconds header, None unless they are a positive number."""
+    """Return the seconds in an X-Prometheus-Scrape-Timeout-Seconds header, or None unless it is a positive number."""
     try:
         seconds = float(header) if header is not None else math.nan
     except ValueError:

@@ -1,9 +1,9 @@
-"""Evidence for the records to the ledger: events on this host that may explain lost time of a run.
+"""Evidence in records to the ledger: events on this host that may explain lost time of a run.
 
-An entry has a kind, a place, the number of events so far and the time of the last one, so that a lost or repeated
-record changes nothing: {"kind": "xid", "t": 1700000000.5, "count": 2, "gpu": "GPU-...", "detail": "79"}. The time of
-Xids, SXids and OOM kills is the kernel's, and for other kinds that of the scrape which found a counter increased or a
-part missing. The state at the first scrape is no event. `flopwatch.ledger.attribution` decides what an entry explains.
+An entry counts the events of one kind at one GPU, port or rank so far: {"kind": "xid", "t": 1700000000.5, "count": 2,
+"gpu": "GPU-...", "detail": "79"}. A lost or repeated record therefore does no harm. `t` is the last event's time: the
+kernel's for Xids, SXids and OOM kills, else that of the scrape that showed it. The state at the first scrape is no
+event. `flopwatch.ledger.attribution` decides what an entry explains.
 """
 
 import logging
@@ -21,20 +21,16 @@ log = logging.getLogger(__name__)
 
 Entry = dict[str, Any]
 
-MAX_ENTRIES = 64  # of a record
-MAX_HOST_ENTRIES = 40  # of them about the host; the rest is for ranks
-MAX_PLACES = 512  # the one whose last event is oldest is dropped first
+MAX_ENTRIES = 64  # in a record
+MAX_HOST_ENTRIES = 40  # in a record about the host, so that ranks have the rest
+MAX_PLACES = 512  # kinds of events at GPUs and ports; those with the oldest last event are dropped first
 
-# Seconds before and after a failure in which the ledger looks for its cause.
-BEFORE, AFTER = 600.0, 300.0
+BEFORE, AFTER = 600.0, 300.0  # seconds around a failure in which the ledger looks for its cause
 MEMORY = 3600.0  # seconds for which an event is kept over a restart
 
-# Minimum share of the time between two scrapes in which a clock was throttled; less does not slow a step visibly.
-THROTTLED = 0.1
-# Seconds after the first scrape in which counters of the kernel log may still include events long past.
-CATCHING_UP = 60.0
-# Inode of the host's pid namespace, whose pids are in the kernel log: PROC_PID_INIT_INO in linux/proc_ns.h.
-HOST_PIDS = 0xEFFFFFFC
+THROTTLED = 0.1  # share of the time between scrapes; a clock throttled for less slows no step visibly
+CATCHING_UP = 60.0  # seconds after the first scrape in which kernel log counters may include old events
+HOST_PIDS = 0xEFFFFFFC  # inode of the host's pid namespace: PROC_PID_INIT_INO in linux/proc_ns.h
 
 _ACTIVE = (4, 5)  # InfiniBand port states
 _LINK_DOWN = (0, 3)  # NVLink states
@@ -43,8 +39,7 @@ _NVLINK_ERRORS = "recovery recovery_failed malformed_packet buffer_overrun remot
 _THROTTLED = "sw_thermal_slowdown hw_thermal_slowdown hw_power_brake_slowdown thermal"
 _NIC_EVENTS = "cable_unplugged nic_health_compromised nic_transmit_timeout"
 
-# Counters by kind of evidence, and the values of the last label that count; None: all.
-_RISES: dict[str, tuple[str, frozenset[str] | None]] = {
+_RISES: dict[str, tuple[str, frozenset[str] | None]] = {  # kind of evidence, values of the last label (None: all)
     m.GPU_ECC_ERRORS_TOTAL.name: ("ecc", frozenset({"uncorrected"})),
     # Every link has replays, CRC errors and single symbol errors.
     m.NVLINK_ERRORS_TOTAL.name: ("nvlink", frozenset(_NVLINK_ERRORS.split())),
@@ -57,8 +52,7 @@ _RISES: dict[str, tuple[str, frozenset[str] | None]] = {
     m.INFINIBAND_INVARIANT_CRC_ERRORS_TOTAL.name: ("link_errors", None),
     m.HOST_KERNEL_EVENTS_TOTAL.name: ("nic", frozenset(_NIC_EVENTS.split())),
 }
-# Gauges by kind of evidence, and whether a value is healthy.
-_STATES: dict[str, tuple[str, Callable[[float], bool]]] = {
+_STATES: dict[str, tuple[str, Callable[[float], bool]]] = {  # kind of evidence, whether a value is healthy
     m.GPU_PRESENT.name: ("gpu_missing", lambda value: value == 1),
     m.GPU_ROW_REMAP_FAILURE.name: ("row_remap", lambda value: value == 0),
     m.NVLINK_LINK_STATE_ID.name: ("nvlink", lambda value: value not in _LINK_DOWN),
@@ -75,7 +69,7 @@ _LOOKED_AT = frozenset({*_RISES, *_STATES, *_LAST, *_COUNTS, m.INFINIBAND_INFO.n
 
 
 class EvidencePlace(NamedTuple):
-    """Kind and place of an entry that is not about a rank."""
+    """Kind of an entry that is not about a rank, and the GPU, port or detail that it is about."""
 
     kind: str
     gpu: str = ""
@@ -84,7 +78,7 @@ class EvidencePlace(NamedTuple):
 
 
 class EventCount(NamedTuple):
-    """Number of events so far, and the Unix time of the last one."""
+    """Number of events so far, and the Unix time of the last event."""
 
     number: float
     t: float
@@ -98,13 +92,13 @@ class RankEnd(NamedTuple):
     at: float  # of its last push
     pid: int = 0  # as in the kernel log, 0 if unknown
     ended_by: str = ""
-    refused: EventCount | None = None  # allocations, by CUDA
+    refused: EventCount | None = None  # allocations that CUDA refused
     gone_at: float | None = None  # when the process was found to have ended
-    exited: tuple[str, str] = ("", "")  # signal or exit, and which
+    exited: tuple[str, str] = ("", "")  # `signal` and its name, or `exit` and the status
 
 
 class EvidenceLog:
-    """Log of the events that the samples of all scrapes showed."""
+    """Store of the events that the samples of all scrapes showed."""
 
     def __init__(self, now: Callable[[], float] = time.time) -> None:
         self._now = now
@@ -117,7 +111,7 @@ class EvidenceLog:
         self._failing = False
 
     def observe(self, samples: Iterable[Sample]) -> None:
-        """Extract events from the samples of a scrape, without ever raising."""
+        """Extract events from the samples of a scrape. Never raises."""
         try:
             with self._lock:
                 self._observe([sample for sample in samples if sample[0].name in _LOOKED_AT])
@@ -130,7 +124,7 @@ class EvidenceLog:
             self._failing = False
 
     def entries(self, gpus: frozenset[str] | None, since: float, until: float) -> list[Entry]:
-        """Return the entries in a time range, newest first: of these GPUs, or of all, and of everything else here."""
+        """Return entries from `since` to `until`, newest first, about these GPUs (None: all), ports and the host."""
         with self._lock:
             recent = [
                 (place, event)
@@ -162,7 +156,7 @@ class EvidenceLog:
             }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore the state of a previous process. After a short restart, counters that rose since are events."""
+        """Restore the state of a previous process. Counters that rose during a short restart become events."""
         with self._lock:
             now = self._now()
             self._events = {
@@ -218,12 +212,10 @@ class EvidenceLog:
                 before_that = self._events.get(place)
                 self._keep(place, EventCount(count + (before_that.number if before_that is not None else 0.0), now))
         self._looked = now
-        # Series that no longer exist, as after a change of cards, are dropped.
         while len(before) > 8 * MAX_PLACES:
             del before[next(iter(before))]
 
     def _dated(self, row: Metric, labels: tuple[str, ...], t: float, counts: Mapping[Any, float]) -> None:
-        """Record an event whose time and number the source itself reports."""
         if row is m.HOST_OOM_KILLED_TIMESTAMP_SECONDS:
             self._killed[int(labels[0])] = t
             while len(self._killed) > MAX_ENTRIES:
@@ -238,7 +230,7 @@ class EvidenceLog:
             self._keep(place, EventCount(max(last.number, number), max(last.t, t)))
 
     def _risen(self, row: Metric, labels: tuple[str, ...], by: float, now: float) -> tuple[EvidencePlace, float]:
-        """Return place and number of the events of a counter that rose by `by`; the number is 0 for no event."""
+        """Return the place and number of events that a counter's rise `by` shows, 0 if the rise is not evidence."""
         kind, wanted = _RISES[row.name]
         if row is m.HOST_KERNEL_EVENTS_TOTAL and labels[-1] == "oom_kill":
             kind = "host_oom"
@@ -261,7 +253,7 @@ class EvidenceLog:
 
 
 def _owner(row: Metric, labels: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the identity of a GPU or port, without the index of a GPU, which can change."""
+    """Return the labels that identify a GPU or port, without the index of a GPU, which can change."""
     return labels[1:2] if row.labels[:2] == m.GPU else labels[:2]
 
 
@@ -274,7 +266,7 @@ def _place(kind: str, row: Metric, labels: tuple[str, ...]) -> EvidencePlace:
 
 
 def out_of_memory(push: Push, before: EventCount | None) -> EventCount | None:
-    """Return number and time of refused CUDA allocations of a process, None if there were none."""
+    """Return number and time of a process's refused CUDA allocations, if any. `before` is the previous result."""
     count = next((value for row, _, value in push.samples if row is m.TRAINING_OUT_OF_MEMORY_TOTAL), 0.0)
     if count <= 0:
         return None
@@ -282,10 +274,7 @@ def out_of_memory(push: Push, before: EventCount | None) -> EventCount | None:
 
 
 def of_ranks(ranks: Iterable[RankEnd], killed: Mapping[int, float]) -> list[Entry]:
-    """Return entries about the ends of ranks, `killed` being the kills of the OOM killer by pid.
-
-    They are ordered by how much the kind explains, then by time: ranks that end later often end because of the first.
-    """
+    """Return entries about the ends of ranks, the most likely causes first. `killed` has times of OOM kills by pid."""
     entries: list[Entry] = []
     for one in ranks:
         killed_at = killed.get(one.pid)
@@ -306,7 +295,7 @@ def of_ranks(ranks: Iterable[RankEnd], killed: Mapping[int, float]) -> list[Entr
 
 
 def joined(before: Iterable[Entry], after: Iterable[Entry]) -> list[Entry]:
-    """Return the entries of two records of an attempt, of each kind and place the newest."""
+    """Merge the entries of two records of an attempt: the newest of each kind at each GPU, port or rank."""
     newest: dict[tuple[Any, ...], Entry] = {}
     for entry in (*before, *after):
         place = tuple(entry.get(name) for name in ("kind", "gpu", "port", "rank", "detail"))
@@ -318,7 +307,7 @@ def joined(before: Iterable[Entry], after: Iterable[Entry]) -> list[Entry]:
 
 
 def gpus_of(pushes: Iterable[Push]) -> frozenset[str] | None:
-    """Return the GPUs that ranks declared, None if a rank declared none or a MIG instance."""
+    """Return the UUIDs of the GPUs that ranks declared. None if a rank declared no GPU, or a MIG instance."""
     uuid = m.TRAINING_RANK_INFO.labels.index("uuid")
     gpus: set[str] = set()
     for push in pushes:

@@ -1,7 +1,7 @@
 """Client of the run ledger: sends the merged records of this host's attempts to an embedded or a remote ledger.
 
-Records are cumulative, so only the newest of an attempt matter. Records that the ledger does not accept are kept and
-sent again, those for a remote ledger also on disk. No error here affects a push or a scrape.
+Records are cumulative, so only the newest of an attempt matter. Undelivered records are sent again, and for a remote
+ledger they are also on disk. No error affects a push or a scrape.
 """
 
 import hashlib
@@ -39,7 +39,7 @@ OUTCOMES = ("sent", "failed", "refused")
 
 
 class Outcomes:
-    """Counter of records by outcome, which logs each change of the outcome."""
+    """Counter of records by outcome (sent, failed, refused), which logs each change of the outcome."""
 
     def __init__(self, registry: prometheus.CollectorRegistry) -> None:
         self._counter = self_counter(m.FLOPWATCH_LEDGER_RECORDS_SENT_TOTAL, registry)
@@ -48,7 +48,7 @@ class Outcomes:
         self.state = "nothing sent yet"
 
     def add(self, outcome: str, count: int, detail: str = "") -> None:
-        """Count records; `detail` is for the log."""
+        """Add `count` records to the counter of an outcome. `detail` is for the log."""
         self._counter.labels(outcome).inc(count)
         if outcome != self.state:
             level = logging.INFO if outcome == "sent" else logging.ERROR
@@ -57,7 +57,7 @@ class Outcomes:
 
 
 class Embedded:
-    """Ledger inside this exporter. It is a source too: its families are part of /metrics."""
+    """Ledger inside this exporter, and the source of its run families in /metrics."""
 
     name = "ledger"
 
@@ -65,35 +65,34 @@ class Embedded:
         self.store, self._outcomes, self._now = store, outcomes, now
 
     def take(self, key: AttemptKey, records: list[Record], *, again: bool = False) -> bool:
-        """Apply records, and return whether the ledger settled them, by accepting or refusing."""
+        """Apply records. Return True if they were accepted or refused for good, False if they must be sent again."""
         try:
             self.store.apply(records)
         except RecordError as error:
             self._outcomes.add("refused", len(records), str(error))
             return True
         except Exception as error:
-            # Whatever is wrong with file or disk, the records are kept and sent again.
             self._outcomes.add("failed", len(records), f"{type(error).__name__}: {error}")
             return False
         self._outcomes.add("sent", len(records))
         return True
 
     def flush(self, *, last: bool = False) -> None:
-        """Do nothing: no record is pending."""
+        """Do nothing, because no record is pending."""
 
     def close(self) -> None:
         """Close the store."""
         self.store.close()
 
     def ask(self, deadline: float) -> Reading:
-        """Return the current run families."""
+        """Return the samples of the run families as they are now."""
         began, now = time.monotonic(), self._now()
         samples = self.store.families(now)
         return Reading(samples, duration=time.monotonic() - began, at=now)
 
 
 class Remote:
-    """Remote ledger: about one request per run and `URL_INTERVAL`, at random times that differ between hosts."""
+    """Remote ledger. Each run causes about one request in `interval` seconds, at random times."""
 
     def __init__(
         self,
@@ -116,10 +115,9 @@ class Remote:
         self._pending = self._spooled()
 
     def take(self, key: AttemptKey, records: list[Record], *, again: bool = False) -> bool:
-        """Keep the newest records of an attempt until they are sent, and return True.
+        """Keep the newest records of an attempt until `flush` sends them, and return True.
 
-        They are also written to disk if they are the last ones, or while the ledger is unreachable. With `again`, only
-        the evidence is new. It is added to newer pending records, which exist after a kill.
+        Final records, and all while the ledger is unreachable, are also on disk. `again`: only the evidence is new.
         """
         *before, last = self._pending.get(key, records)
         if again and last["t"] >= records[-1]["t"]:
@@ -136,7 +134,7 @@ class Remote:
         return True
 
     def flush(self, *, last: bool = False) -> None:
-        """Send the runs that are due, with `last` all runs. Records that could not be sent are on disk afterwards."""
+        """Send pending records of runs that are due (`last`: of all runs). Writes what could not be sent to disk."""
         clock = self._clock()
         if clock < self._retry_at and not last:
             return
@@ -158,7 +156,7 @@ class Remote:
             self._retry_at = clock + random.uniform(0.5, 1.5) * self._backoff
 
     def _send(self, keys: list[AttemptKey], timeout: float) -> bool:
-        """Send records, and return whether the response settles them: accepted, or refused for good."""
+        """Send records. Return True if they were accepted or refused for good, False if they must be sent again."""
         records = sorted((record for key in keys for record in self._pending[key]), key=lambda record: record["t"])
         try:
             status, body = self._post(json.dumps(records).encode(), timeout)
@@ -182,7 +180,7 @@ class Remote:
         return True
 
     def _post(self, body: bytes, timeout: float) -> tuple[int, str]:
-        """Return status and the beginning of the response. Raises OSError or ValueError if no response arrives."""
+        """Return the status and the first bytes of the response. Raises OSError or ValueError without a response."""
         import httpx
 
         headers = {"Content-Type": "application/json"}
@@ -199,7 +197,7 @@ class Remote:
             raise OSError(str(reason(error))) from error
 
     def close(self) -> None:
-        """Do nothing: each request has its own connection."""
+        """Do nothing, because each request has its own connection."""
 
     def _spooled(self) -> dict[AttemptKey, list[Record]]:
         pending: dict[AttemptKey, list[Record]] = {}
@@ -241,14 +239,14 @@ class Forward:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._telemetry, self._ledger, self._tick = telemetry, ledger, tick
-        self._memory = memory  # of evidence, across a restart
+        self._memory = memory  # evidence that survives a restart
         self._clock = clock
         self._saved = clock()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="forward", daemon=True)
 
     def start(self) -> None:
-        """Start the thread, after the state of a previous process was restored."""
+        """Restore the evidence of a previous process, and start the thread."""
         if self._memory is not None and (state := self._memory.load()):
             try:
                 self._telemetry.restore(state)
@@ -257,7 +255,7 @@ class Forward:
         self._thread.start()
 
     def stop(self) -> None:
-        """Send pending records, for two seconds at most, and stop the thread."""
+        """Stop the thread once it has sent pending records, or after two seconds."""
         self._stopping.set()
         self._thread.join(timeout=2)
 

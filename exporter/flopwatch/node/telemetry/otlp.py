@@ -39,13 +39,12 @@ NAME = re.compile(r"[A-Za-z0-9._:/@+-]{1,128}")
 # The type of an exception, for some with a detail: `KeyError`, `OSError ENOSPC`, `SystemExit 3`.
 ENDED_BY = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}( -?[A-Z0-9]{1,15})?")
 
-# A process must not start in the future. The margin, in seconds, is for a restored virtual machine.
-_CLOCK_MARGIN = 60.0
+_CLOCK_MARGIN = 60.0  # seconds that a process may start in the future, as on a restored virtual machine
 _DATA = {"counter": "sum", "gauge": "gauge", "info": "gauge", "histogram": "histogram"}
 
 
 class Refused(Exception):
-    """A push, or a part of it, that is refused; `outcome` is the label with which it is counted."""
+    """Raised if a push, or a point in it, is refused. The push is counted with `outcome` as its label."""
 
     def __init__(self, outcome: str, message: str) -> None:
         super().__init__(message)
@@ -54,7 +53,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """State of one training process, with the number of refused points and the first reason."""
+    """Push of one training process: its identity, state and samples, and how many points were refused and why."""
 
     tenant: str
     run: str
@@ -77,7 +76,7 @@ class Push:
 
     @property
     def process(self) -> tuple[int, int, int]:
-        """Identity of the process, which does not depend on its clock."""
+        """Identity of the process: pid namespace, pid, and start in clock ticks since boot."""
         return self.pid_namespace, self.pid, self.pid_start_ticks
 
 
@@ -96,7 +95,7 @@ def inflate(body: bytes) -> bytes:
 
 
 def decode(body: bytes, media: str) -> service.ExportMetricsServiceRequest:
-    """Return the request in a body of this media type. Raises Refused."""
+    """Return the OTLP request in a body of this media type. Raises Refused."""
     try:
         if media == PROTOBUF:
             return service.ExportMetricsServiceRequest.FromString(body)
@@ -109,7 +108,7 @@ def decode(body: bytes, media: str) -> service.ExportMetricsServiceRequest:
 
 
 def response(media: str, refused: int, message: str) -> bytes:
-    """Return the response to an accepted request, with a partial success if points were refused."""
+    """Return the response body to an accepted request, with a partial success if points were refused."""
     answer = service.ExportMetricsServiceResponse()
     if message:
         answer.partial_success.rejected_data_points = refused
@@ -118,7 +117,7 @@ def response(media: str, refused: int, message: str) -> bytes:
 
 
 def status(media: str, message: str) -> bytes:
-    """Return a google.rpc.Status, the body of an OTLP error."""
+    """Return a google.rpc.Status with this message, the body of an OTLP error."""
     if media == PROTOBUF:
         # The same two fields with the same numbers and types (1 integer, 2 text) as google.rpc.Status.
         return service.ExportMetricsPartialSuccess(error_message=message).SerializeToString()
@@ -126,11 +125,7 @@ def status(media: str, message: str) -> bytes:
 
 
 def push(resource: wire.ResourceMetrics, *, host: str, gpus: frozenset[str] | None, now: float) -> Push:
-    """Return the push of one process. Raises Refused if its identity is missing or malformed.
-
-    `host` is the name of this host, which a process in a container does not know. `gpus` are the UUIDs of its GPUs,
-    None if they are unknown.
-    """
+    """Return the push of one process, with GPU UUIDs outside `gpus` (None: unknown) left out. Raises Refused."""
     metrics = [metric for scope in resource.scope_metrics for metric in scope.metrics]
     # A hook of an older release sends the identity as attributes of the resource.
     identity = _Attributes([*resource.resource.attributes, *(item for metric in metrics for item in metric.metadata)])
@@ -199,12 +194,12 @@ def _identity(sent: _Attributes, now: float) -> tuple[str, str, str, int, float,
 
 
 def points(resource: wire.ResourceMetrics) -> int:
-    """Return the number of data points of one process."""
+    """Return the number of data points that one process sent."""
     return sum(len(list(_points(metric))) for scope in resource.scope_metrics for metric in scope.metrics)
 
 
 class _Attributes:
-    """Typed access to OTLP attributes. An attribute that is absent or of another type is None, or an empty text."""
+    """Typed access to OTLP attributes. If one is absent or has another type, it is None or an empty text."""
 
     def __init__(self, attributes: Iterable[KeyValue]) -> None:
         self._values = {item.key: item.value for item in attributes}
@@ -232,7 +227,7 @@ def _printable(text: str) -> bool:
 
 
 def _points(metric: wire.Metric) -> Iterator[tuple[Metric | None, wire.NumberDataPoint | wire.HistogramDataPoint, str]]:
-    """Yield the points of a metric with their catalogue row, and the reason to refuse them or an empty text."""
+    """Yield the points of a metric with its catalogue row, and why to refuse them or an empty text."""
     kind = metric.WhichOneof("data")
     if kind is None:
         return
@@ -251,7 +246,7 @@ def _points(metric: wire.Metric) -> Iterator[tuple[Metric | None, wire.NumberDat
 
 
 def _labels(row: Metric, attributes: Iterable[KeyValue], stamped: dict[str, str]) -> dict[str, str]:
-    """Return the labels of a row in order, with those in `stamped` in place of the sender's. Raises Refused."""
+    """Return the labels of a point in its row's order, with `stamped` in place of the sender's. Raises Refused."""
     sent: dict[str, str] = {}
     for item in attributes:
         if item.key not in row.labels:
@@ -269,7 +264,7 @@ def _labels(row: Metric, attributes: Iterable[KeyValue], stamped: dict[str, str]
 
 
 def _numbers(row: Metric, point: wire.NumberDataPoint | wire.HistogramDataPoint) -> list[tuple[tuple[str, ...], float]]:
-    """Return the numbers of a point, each with the label values that it adds: none, or the part of a histogram."""
+    """Return the values of a point, each with additional label values: `le`, `count` or `sum` of a histogram."""
     if isinstance(point, wire.NumberDataPoint):
         kind = point.WhichOneof("value")
         if kind is None:

@@ -1,8 +1,8 @@
-"""Training processes of this host: whether they live, their pid on the host, and how they ended.
+"""Training processes of this host: whether they live, their pid in the exporter's namespace, and how they ended.
 
-Only the parent receives an exit status. Others can read it from `/proc/PID/stat` while the process is a zombie
-(proc(5), field 52, which needs the right to trace it). After that, on Linux 6.15 or newer, a pidfd that was opened
-while the process lived returns it (PIDFD_INFO_EXIT in linux/pidfd.h).
+Only the parent receives an exit status. Other processes can read it while the process is a zombie (`/proc/PID/stat`,
+field 52, with the right to trace it). Later, since Linux 6.15, they get it from a pidfd that they opened while it lived
+(PIDFD_INFO_EXIT in linux/pidfd.h).
 """
 
 import fcntl
@@ -21,17 +21,16 @@ _EXIT = 1 << 3
 
 Process = tuple[int, int]  # pid in the innermost namespace, start in clock ticks since boot
 
-# States of proc(5) in which a process cannot run. Not t: a debugger stopped it on purpose.
-BLOCKED = {"T": "stopped", "D": "uninterruptible"}
+BLOCKED = {"T": "stopped", "D": "uninterruptible"}  # states of proc(5) that cannot run; not t, a debugger's stop
 
 
 def process_alive(pid: int, start_ticks: int) -> bool:
-    """Return whether this process runs, and is neither a zombie nor a later process with the same pid."""
+    """Return whether a process lives, and is neither a zombie nor one with another start (clock ticks since boot)."""
     return process_state(pid, start_ticks) not in ("Z", "X")
 
 
 def process_state(pid: int, start_ticks: int) -> str:
-    """Return the state of a process as in proc(5), X if it has ended, and an empty text if it is hidden."""
+    """Return the state of a process as in proc(5), X if it has ended, and an empty text if /proc hides it."""
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):  # the latter for a pushed pid that no process can have
@@ -48,11 +47,7 @@ def process_state(pid: int, start_ticks: int) -> str:
 
 
 class ProcessWatch:
-    """Observation of one process by a pidfd, which can return how the process ended.
-
-    `state` is that of the last `look`, and `since` the time of the first look with this kind of state, on the caller's
-    clock.
-    """
+    """Observation of one process through a pidfd: its last `state`, and when blocking last began or ended (`since`)."""
 
     state, since = "", 0.0
 
@@ -65,7 +60,7 @@ class ProcessWatch:
             self.close()
 
     def look(self, now: float) -> bool:
-        """Read the state of the process, and return whether it lives."""
+        """Read the state of the process at the time `now`, and return whether it lives."""
         state = process_state(self._pid, self._start_ticks)
         if BLOCKED.get(state) != BLOCKED.get(self.state):
             self.since = now
@@ -73,7 +68,7 @@ class ProcessWatch:
         return state not in ("Z", "X")
 
     def ended(self) -> tuple[str, str]:
-        """Return `signal` and its name, or `exit` and the status, or two empty texts if that is unknown."""
+        """Return `signal` and its name, or `exit` and the status, or two empty texts if the end is unknown."""
         code = self._of_zombie() or self._of_reaped()
         if code & 0x7F:
             try:
@@ -98,7 +93,7 @@ class ProcessWatch:
         return 0
 
     def close(self) -> None:
-        """Close the file descriptor."""
+        """Close the pidfd."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -108,10 +103,7 @@ class ProcessWatch:
 
 
 def pids(wanted: Collection[Process], proc: Path = Path("/proc")) -> dict[Process, int]:
-    """Return the pids, in this namespace, of processes known by pid and start in the namespace of their container.
-
-    The start in ticks since boot is the same in every namespace. Together with the innermost pid it is unique.
-    """
+    """Find processes known by the pid in their container and their start, and return their pids in this namespace."""
     outer: dict[Process, int] = {}
     starts = {start for _, start in wanted}
     processes: list[Path] = []

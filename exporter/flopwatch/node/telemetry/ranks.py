@@ -1,8 +1,8 @@
 """Training processes of this host: their pushes, for the scrape and, merged per attempt, for the ledger.
 
-Per (tenant, run, rank) only the newest process start counts. A rank is served until it finishes, is replaced, its
-process ends, or `rank_timeout` passes without a push. Its attempt is kept until the ledger has the last record.
-Evidence that appears within five minutes of an unplanned end is sent with a copy of that record.
+Per (tenant, run, rank) only the newest process counts. A rank is served until it finishes, is replaced, its process
+ends, or `rank_timeout` passes without a push. An attempt is kept until the ledger has its last record. If evidence
+appears within five minutes of an unplanned end, that record is sent again with it.
 """
 
 import logging
@@ -35,8 +35,7 @@ log = logging.getLogger(__name__)
 MAX_RANKS = 64
 MAX_RUNS = 16
 MAX_NAMES = 64  # of runs in an hour, since the ledger keeps each run for a day
-# Ended attempts whose record the ledger has not accepted. Beyond this the oldest is dropped.
-MAX_UNDELIVERED = 64
+MAX_UNDELIVERED = 64  # ended attempts that the ledger has not accepted; beyond this the oldest is dropped
 
 OUTCOMES = (
     "accepted partial stale_process invalid limit conflict foreign_gpu malformed too_large unauthorized "
@@ -54,7 +53,7 @@ class _Rank:
     received: float  # on the monotonic clock
     end: str | None = None  # finished, gone, replaced or silent
     ended_at: float = 0.0  # Unix time
-    refused: EventCount | None = None  # allocations, by CUDA
+    refused: EventCount | None = None  # allocations that CUDA refused
     pid: int | None = None  # in the namespace of the exporter; 0 if unknown, None before the search
     watch: ProcessWatch | None = None
     exited: tuple[str, str] = ("", "")
@@ -84,7 +83,7 @@ class _Attempt:
 
 @dataclass
 class EvidenceScope:
-    """Time and GPUs whose evidence belongs to an attempt, with the last state of its ranks."""
+    """Begin and GPUs of the evidence that may concern an attempt, with the last state of its ranks."""
 
     since: float  # Unix time
     gpus: list[str] | None  # None: all
@@ -93,7 +92,7 @@ class EvidenceScope:
 
 @dataclass
 class _Ended:
-    """Attempt whose last record was delivered, while further evidence may appear."""
+    """Ended attempt whose last record was delivered, while further evidence may appear."""
 
     scene: EvidenceScope
     records: list[Record]  # the last ones
@@ -139,11 +138,11 @@ class Telemetry:
             self._pushes.labels(outcome)
 
     def count(self, outcome: str) -> None:
-        """Count a push by outcome. The application calls it for pushes that do not reach `receive`."""
+        """Count a push by outcome. The HTTP application calls it for pushes that do not reach `receive`."""
         self._pushes.labels(outcome).inc()
 
     def receive(self, request: ExportMetricsServiceRequest) -> tuple[int, str]:
-        """Store the push of every process in a request. Return the number of refused points and the first reason."""
+        """Store the pushes in a request. Return how many points were refused, and the first reason. Raises Refused."""
         if len(request.resource_metrics) > MAX_RANKS:
             raise Refused("too_large", f"a request holds the pushes of at most {MAX_RANKS} processes")
         refused, reason, gpus = 0, "", self._gpus()
@@ -163,7 +162,7 @@ class Telemetry:
         return refused, reason
 
     def ask(self, deadline: float) -> Reading:
-        """Return the samples of live ranks and of the states of their processes."""
+        """Return the samples of live ranks, and how long their processes have been blocked."""
         with self._lock:
             live = [rank for attempt in self._attempts.values() for rank in attempt.live]
             clock = self._clock()
@@ -183,10 +182,7 @@ class Telemetry:
                         self._end(attempt, rank, "silent")
 
     def due(self) -> dict[AttemptKey, tuple[int, list[Record]]]:
-        """Return version and records, in order of time, of each attempt that changed since the last delivery.
-
-        A negative version marks an ended attempt with nothing new but evidence.
-        """
+        """Return version and records of each attempt to deliver. The version is negative if only evidence is new."""
         due: dict[AttemptKey, tuple[int, list[Record]]] = {}
         with self._lock:
             for key, attempt in self._attempts.items():
@@ -215,7 +211,7 @@ class Telemetry:
         return due
 
     def delivered(self, key: AttemptKey, version: int) -> None:
-        """Record that the ledger has this version. An attempt without a live rank is dropped then."""
+        """Record that the ledger has this version of an attempt. Drops the attempt if it has no live rank."""
         with self._lock:
             if version < 0:
                 if key in self._ended:
@@ -230,7 +226,7 @@ class Telemetry:
                 self._wait_for_evidence(key, attempt)
 
     def state(self) -> dict[str, Any]:
-        """Return the JSON state from which evidence continues after a restart, which live attempts may not survive."""
+        """Return the JSON state for `restore`, so that attempts which end during a restart still get evidence."""
         with self._lock:
             ended = dict(self._ended)
             for key, attempt in self._attempts.items():
@@ -241,7 +237,7 @@ class Telemetry:
             return {"witness": self._evidence_log.state(), "attempts": attempts}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Restore the result of `state` of a previous process."""
+        """Restore the `state` of a previous process."""
         self._evidence_log.restore(state["witness"])
         with self._lock:
             for key, values in state["attempts"]:
@@ -255,7 +251,7 @@ class Telemetry:
                     self._ended[tuple(key)] = ended
 
     def summary(self) -> list[tuple[str, str, int]]:
-        """Return tenant, name and number of live ranks of each run."""
+        """Return tenant, name and number of live ranks of each run on this host."""
         with self._lock:
             ranks = Counter((tenant, run) for (tenant, run, _), a in self._attempts.items() for _ in a.live)
         return [(*run, count) for run, count in sorted(ranks.items())]
@@ -309,7 +305,7 @@ class Telemetry:
             del self._attempts[other]
 
     def _remember(self, run: tuple[str, str]) -> None:
-        """Record that a run pushed. Raises Refused if there are too many different runs."""
+        """Record that a run pushed. Raises Refused if there were too many different runs in the last hour."""
         now, last = self._clock(), self._names.pop(run, None)
         while self._names and now - next(iter(self._names.values())) > 3600:
             del self._names[next(iter(self._names))]
@@ -318,7 +314,6 @@ class Telemetry:
         self._names[run] = now
 
     def _find_processes(self) -> None:
-        """Find the pids of new ranks in this namespace, also of those in containers."""
         with self._lock:
             new = [rank for attempt in self._attempts.values() for rank in attempt.live if rank.pid is None]
         inside: dict[Process, list[_Rank]] = {}
@@ -373,18 +368,17 @@ class Telemetry:
         )
 
     def _host_pid(self, rank: _Rank) -> int:
-        """Return the pid of a rank as in the kernel log, 0 if it is unknown."""
+        """Return the pid of a rank in the host's namespace, as in the kernel log, 0 if it is unknown."""
         if rank.push.pid_namespace == HOST_PIDS:
             return rank.push.pid
         return rank.pid or 0 if self._pid_namespace == HOST_PIDS else 0
 
     def _evidence(self, scene: EvidenceScope, until: float = math.inf) -> list[Entry]:
-        """Return the evidence up to a time that may explain the state or the end of an attempt."""
         node = self._evidence_log.entries(None if scene.gpus is None else frozenset(scene.gpus), scene.since, until)
         return node + evidence.of_ranks(scene.ranks, self._evidence_log.killed)[: evidence.MAX_ENTRIES - len(node)]
 
     def _records(self, key: AttemptKey, attempt: _Attempt, entries: list[Entry]) -> list[Record]:
-        """Return the merged record of an attempt, and a second one once it ended without a status."""
+        """Return the merged record of an attempt, and a second one after an end without a status."""
         pushes = [attempt.ranks[rank].push for rank in sorted(attempt.ranks)]
         # Time is that of the lowest live rank, and at the end that of the newest push, so that records never go back.
         live = [push for push in pushes if attempt.ranks[push.rank].end is None]
@@ -427,7 +421,7 @@ class Telemetry:
 
 
 def _blocked(rank: _Rank, clock: float) -> list[Sample]:
-    """Return the seconds for which the process of a rank has been blocked, by kind; no sample if it is not observed."""
+    """Return the seconds for which the process of a rank has been blocked, by kind. No sample if it is not watched."""
     if rank.watch is None or not rank.watch.state:
         return []
     names, state = (rank.push.run, str(rank.push.rank)), BLOCKED.get(rank.watch.state)
@@ -438,7 +432,7 @@ def _blocked(rank: _Rank, clock: float) -> list[Sample]:
 
 
 def _waits(pushes: list[Push]) -> list[list[object]] | None:
-    """Return the collective wait of these ranks, None unless all of them measure it."""
+    """Return rank, pipeline stage, start and totals of steps and collective wait. None unless all ranks measure it."""
     rows = (
         m.TRAINING_MEASURED_STEPS_TOTAL,
         m.TRAINING_MEASURED_STEP_SECONDS_TOTAL,
