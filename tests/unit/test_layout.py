@@ -47,6 +47,10 @@ def test_no_file_is_longer_than_500_lines() -> None:
     assert {path: len(lines) for path, lines, _ in modules(*HOUSE) if len(lines) > 500} == {}
 
 
+def test_the_wheel_has_at_most_30_000_lines_of_python() -> None:
+    assert sum(len(lines) for _, lines, _ in modules("exporter")) <= 30_000
+
+
 def test_no_class_has_more_than_30_methods_but_the_simulated_driver() -> None:
     large = {
         node.name: count

@@ -1,7 +1,6 @@
-"""Collectors: one module per source of numbers on a node, each read in a child process (`node/scrape/reader.py`).
+"""Collectors: each module reads one source of samples on a node, in a reader process (`node/scrape/reader.py`).
 
-A collector isolates one field, GPU or port from the next. An error it does not expect leaves `read` and costs that
-source, never the scrape.
+An expected error of one field, GPU or port costs only its samples. Any other error leaves `read` and costs all samples.
 """
 
 import json
@@ -18,11 +17,11 @@ log = logging.getLogger(__name__)
 
 
 class Unsupported(Exception):
-    """The source does not exist on this machine. The text is the reason."""
+    """Error raised by `build` or `read` if the source does not exist on this machine. The text is the reason."""
 
 
 class AccessLost(Exception):
-    """Loss of access to the source, which proves no hardware fault. `samples` mark its parts as not readable."""
+    """Error raised by `read` without access to the source. `samples` report its GPUs as unreadable, not as failed."""
 
     def __init__(self, reason: str, samples: Iterable[Sample] = ()) -> None:
         super().__init__(reason)
@@ -30,20 +29,20 @@ class AccessLost(Exception):
 
 
 class RestartReader(Exception):
-    """Request for a new reader process, the only one that can read this source again. The text is the reason."""
+    """Error raised by `read` if only a new reader process can read the source again. The text is the reason."""
 
 
 class Collector(Protocol):
-    """Source of samples. An optional `close` releases the driver before the process ends on purpose."""
+    """Interface of a collector. An optional method `close` releases the driver before the reader process exits."""
 
     name: str
 
     def read(self) -> list[Sample]:
-        """Return the current samples, or raise Unsupported, AccessLost, RestartReader or the driver's error."""
+        """Return the source's current samples. Raises Unsupported, AccessLost, RestartReader or the driver's error."""
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Replace a file atomically. Raises OSError, after which the old file is complete and no draft is left."""
+    """Replace the content of a file atomically. Raises OSError, and then leaves the file as it was."""
     draft = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         draft.write_text(text)
@@ -55,7 +54,7 @@ def replace_file(path: Path, text: str) -> None:
 
 
 class StateFile:
-    """JSON object on disk, replaced atomically. Without a writable disk it is lost at a restart, with one warning."""
+    """JSON file that keeps a collector's state across restarts. If it cannot be written, one warning is logged."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -63,7 +62,7 @@ class StateFile:
         self._failing = False
 
     def load(self) -> dict[str, Any]:
-        """Return the stored object, or an empty one if the file is absent or invalid."""
+        """Return the stored object, or an empty dict if the file is absent or invalid."""
         try:
             value = json.loads(self._path.read_bytes())
         except (OSError, ValueError):
@@ -71,7 +70,7 @@ class StateFile:
         return value if isinstance(value, dict) else {}
 
     def save(self, value: Mapping[str, Any]) -> bool:
-        """Store the object unless it equals the last stored one. Return whether it is on disk."""
+        """Write the object, unless it equals the last one written. Return whether the file now contains it."""
         text = json.dumps(value, indent=1)
         if text == self._saved:
             return True
@@ -88,7 +87,7 @@ class StateFile:
 
 
 class Inventory:
-    """Parts that this node was seen to have, by key. To forget a part that was removed on purpose, delete the file."""
+    """GPUs or ports ever seen on this node, by key, in a file. Delete the file after removing hardware on purpose."""
 
     def __init__(self, path: Path, info: Metric) -> None:
         self._file = StateFile(path)
@@ -96,17 +95,17 @@ class Inventory:
         self.parts = read_inventory(path, info)
 
     def update(self, found: Mapping[str, Mapping[str, str]]) -> None:
-        """Add the parts found now, with their info labels, and store all of them."""
+        """Add the GPUs or ports found now, by key with their info labels, and write the file."""
         self.parts.update({key: dict(labels) for key, labels in found.items()})
         self._file.save(self.parts)
 
     def info(self) -> list[Sample]:
-        """Return the info series of every part, present or missing."""
+        """Return one info sample of every GPU or port in the inventory, also of missing ones."""
         return [(self._info, tuple(part[label] for label in self._info.labels), 1) for part in self.parts.values()]
 
 
 def read_inventory(path: Path, info: Metric) -> dict[str, dict[str, str]]:
-    """Return the info labels of each part in an inventory file, without invalid entries. A new label is empty."""
+    """Return info labels by GPU or port from an inventory file. Skips invalid entries. Absent labels become empty."""
     parts = {key: part for key, part in StateFile(path).load().items() if isinstance(part, dict)}
     return {
         key: {label: part.get(label, "") for label in info.labels}

@@ -1,8 +1,8 @@
 """GPUs, NVSwitches and Grace sockets through a running DCGM host engine (`nv-hostengine`, port 5555 or a socket).
 
-Source of what NVML lacks: activity before Hopper, NVSwitches, the chassis, module power. `fields.py` maps fields to
+Reports what NVML lacks: GPU activity before Hopper, NVSwitches, the chassis, module power. `fields.py` maps fields to
 series, `abi.py` calls libdcgm. https://docs.nvidia.com/datacenter/dcgm/latest/. Activity requires a data center card of
-Volta or later and the host engine's profiling module, and NVSwitches a host engine that runs as root. While another
+Volta or later and the host engine's profiling module. NVSwitches require a host engine that runs as root. While another
 tool holds the hardware counters (`dcgmi profile --pause`, Nsight), the counters do not rise and
 flopwatch_profiling_paused is 1.
 """
@@ -22,26 +22,22 @@ from flopwatch.node.collectors.dcgm.abi import LIBRARY, PAUSED, DcgmError, Libra
 
 log = logging.getLogger(__name__)
 
-# Seconds between two samples of the host engine. Means over one second would cost more and leave out more time.
-SAMPLED_EVERY = 10.0
-# Maximum time between two samples, in seconds, for which the mean of the second one may count.
-MAX_HOLD = 60.0
-# Seconds to wait for a connection. It is below the deadline of a read, so that the error names the missing host engine.
-CONNECT_TIMEOUT = 1.5
+SAMPLED_EVERY = 10.0  # seconds between two samples of the host engine, because means over 1 s would cost more
+MAX_HOLD = 60.0  # maximum seconds between two samples for which the second one's mean counts
+CONNECT_TIMEOUT = 1.5  # seconds, below a read's deadline, so that the error names the missing host engine
 BACKOFF, MAX_BACKOFF = 1.0, 60.0
-# Maximum series of links with errors for each NVSwitch.
-MAX_LINK_SERIES = 16
+MAX_LINK_SERIES = 16  # series of links with errors, for each NVSwitch
 
 Key = tuple[int, int]  # kind of entity and its id
 
 
 class HostEngineError(Exception):
-    """Unreadable host engine. The text contains what to do."""
+    """Error raised by `Dcgm.read` if the host engine cannot be read. The text has the cause and the remedy."""
 
 
 @dataclass
 class DcgmActivity:
-    """Totals of one GPU: seconds profiled, and by field the seconds active or the bytes moved."""
+    """Totals of one GPU: seconds covered by samples, and active seconds or moved bytes by DCGM field id."""
 
     at: float | None = None
     profiled: float = 0.0
@@ -49,7 +45,7 @@ class DcgmActivity:
     paused: bool = False
 
     def advance(self, values: Mapping[int, Value]) -> None:
-        """Add the means of a new sample over the time since the last one."""
+        """Add each field's mean times the time since the last sample. A time without values adds nothing."""
         means = {id: value for id, value in values.items() if value.number is not None}
         if not means:
             self.paused = any(value.blank or value.status == PAUSED for value in values.values())
@@ -59,7 +55,7 @@ class DcgmActivity:
         at = max(value.at for value in means.values())
         if self.at is not None and at <= self.at:
             return
-        # A missing part that was there before makes the interval a gap of all parts.
+        # If an activity that was present before is missing, no activity counts for this interval.
         whole = self.totals.keys() - fields.TRAFFIC <= means.keys()
         interval = 0.0 if self.at is None or not whole else at - self.at
         interval = interval if interval <= MAX_HOLD else SAMPLED_EVERY
@@ -70,7 +66,7 @@ class DcgmActivity:
             self.totals[id] = self.totals.get(id, 0.0) + max(0.0, value.number) * interval
 
     def samples(self, labels: tuple[str, str]) -> Iterator[Sample]:
-        """Return the series; pipes have series once in use."""
+        """Yield the GPU's activity samples. An execution pipe (such as fp16) has one only after its first use."""
         if self.totals or self.paused:
             yield m.FLOPWATCH_PROFILING_PAUSED, labels, float(self.paused)
         if not self.totals:
@@ -83,34 +79,34 @@ class DcgmActivity:
 
 
 class Rising:
-    """Counters that only rise, of parts whose own counters start again at 0 after a reset."""
+    """Totals of hardware counters that start again at 0 after a reset. The totals only rise."""
 
     def __init__(self) -> None:
         self._last: dict[tuple[object, ...], float] = {}
         self._total: defaultdict[tuple[object, ...], float] = defaultdict(float)
 
     def count(self, key: tuple[object, ...], number: float) -> float:
-        """Return the total after this reading."""
+        """Add the counter's increase since its last reading, and return its total."""
         last = self._last.get(key, 0.0)
         self._total[key] += number - last if number >= last else number
         self._last[key] = number
         return self._total[key]
 
     def total(self, key: tuple[object, ...]) -> float:
-        """Return the total so far."""
+        """Return the counter's total so far, 0 before its first reading."""
         return self._total[key]
 
 
 @dataclass(frozen=True)
 class _Watched:
-    """Entities of one kind, and the fields that the host engine accepted for them."""
+    """Entities of one kind as (kind, id), and the fields that the host engine samples for them."""
 
     pairs: tuple[Key, ...]
     fields: tuple[int, ...]
 
 
 class Dcgm:
-    """Collector of the host engine at `address`; `load` opens libdcgm, and `gpus` is the inventory file of GPUs."""
+    """Collector of the host engine at `address`. `load` opens libdcgm, and `gpus` is the inventory file of GPUs."""
 
     name = "dcgm"
 
@@ -129,7 +125,7 @@ class Dcgm:
         self._counters = Rising()
 
     def read(self) -> list[Sample]:
-        """Return the samples of the host engine. Raises HostEngineError. Later reads reconnect after a backoff."""
+        """Return the samples. Raises Unsupported without libdcgm, or HostEngineError. Later reads reconnect."""
         try:
             session = self._connected()
             return self._read(session)
@@ -141,7 +137,7 @@ class Dcgm:
             raise HostEngineError(self._refusal) from error
 
     def close(self) -> None:
-        """Remove the watches and disconnect."""
+        """Remove the watches from the host engine and disconnect."""
         session, self._session = self._session, None
         self._watched = {}
         if session is not None:
@@ -176,7 +172,7 @@ class Dcgm:
         return self._session
 
     def _watch(self, session: Session) -> None:
-        """Find the entities, and make the host engine sample their fields."""
+        """Find GPUs, NVSwitches, links and CPUs, and make the host engine sample their fields."""
         gpus = tuple((abi.GPU, id) for id in session.gpus())
         switches = tuple((abi.SWITCH, id) for id in session.entities(abi.SWITCH))
         # dcgm_link_t: the kind of its owner in bits 0-7, the link's number in 8-23, the owner in 24-31.
@@ -198,7 +194,7 @@ class Dcgm:
             self._watched.setdefault(pairs[0][0], []).append(_Watched(pairs, accepted))
 
     def _profiled_by_dcgm(self, session: Session, gpus: tuple[Key, ...]) -> tuple[Key, ...]:
-        """Return the GPUs whose activity NVML does not report."""
+        """Return the GPUs whose activity NVML does not report, which are those before Hopper."""
         if not gpus:
             return ()
         capability = {value.entity: value.number for value in session.latest(gpus, (fields.COMPUTE_CAPABILITY,))}
@@ -230,7 +226,7 @@ class Dcgm:
         return samples
 
     def _values(self, session: Session, kind: int) -> dict[int, dict[int, Value]]:
-        """Return the last values of each entity of a kind, by entity and field."""
+        """Return the last values of all entities of a kind, by entity id and field id."""
         values: dict[int, dict[int, Value]] = {}
         for watched in self._watched.get(kind, ()):
             for value in session.latest(watched.pairs, watched.fields):
@@ -320,7 +316,7 @@ def _text(values: Mapping[int, Value], id: int) -> str:
 
 
 def _switch_name(entity: int, values: Mapping[int, Value]) -> str:
-    """Return the PCI address of a switch as in the kernel log, or DCGM's number if it has none."""
+    """Return an NVSwitch's PCI address as in the kernel log, or `switch` and DCGM's id if that is unknown."""
     place = [values[id].number for id in fields.SWITCH_PCI if id in values]
     numbers = [int(number) for number in place if number is not None]
     if len(numbers) < len(fields.SWITCH_PCI):

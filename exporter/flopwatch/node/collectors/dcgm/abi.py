@@ -1,8 +1,7 @@
 """Subset of libdcgm.so.4 that reads a running DCGM host engine: calls, structures, status codes, blank values.
 
-Layouts and numbers are those of dcgm_agent.h and dcgm_structs.h of DCGM 4 (https://github.com/NVIDIA/DCGM, dcgmlib/).
-The version word of a structure is its size, with a release in the highest byte. The calls are made through ctypes,
-because DCGM's Python bindings are on no package index. No host engine is started in this process.
+Layouts and numbers are those of dcgm_agent.h and dcgm_structs.h of DCGM 4 (https://github.com/NVIDIA/DCGM, dcgmlib/). A
+structure's version word is its size, with a release in the highest byte. No package index has DCGM's bindings.
 """
 
 import ctypes
@@ -13,13 +12,10 @@ from typing import Any, NamedTuple
 
 LIBRARY = "libdcgm.so.4"
 
-# dcgm_field_entity_group_t
-GPU, SWITCH, LINK, CPU = 1, 3, 6, 7
+GPU, SWITCH, LINK, CPU = 1, 3, 6, 7  # dcgm_field_entity_group_t
 
-# dcgmReturn_t
-BADPARAM, TIMEOUT, VERSION_MISMATCH, CONNECTION_NOT_VALID, PAUSED = -1, -11, -12, -21, -54
+BADPARAM, TIMEOUT, VERSION_MISMATCH, CONNECTION_NOT_VALID, PAUSED = -1, -11, -12, -21, -54  # dcgmReturn_t
 # fmt: off
-# A table: the formatter would print one code a line.
 _MEANINGS = {
     BADPARAM: "bad parameter", -3: "unspecified error", -4: "out of memory", -6: "not supported",
     -7: "initialisation failed", -8: "NVML error", TIMEOUT: "timed out",
@@ -31,18 +27,16 @@ _MEANINGS = {
     -67: "GPUs are detached",
 }
 # fmt: on
-# After one of these the connection is dead.
-LOST = (TIMEOUT, CONNECTION_NOT_VALID)
+LOST = (TIMEOUT, CONNECTION_NOT_VALID)  # the connection is dead
 
 _INT64_BLANK, _FP64_BLANK = 0x7FFFFFFFFFFFFFF0, float(1 << 47)
 _MAX_ENTITIES, _MAX_GPUS, _MAX_FIELDS = 1024, 32, 128
 _EMPTY_GROUP = 1
-# Values requested in one call; each takes 4 KiB.
-_VALUES_A_CALL = 1024
+_VALUES_A_CALL = 1024  # requested at once, 4 KiB each
 
 
 class DcgmError(Exception):
-    """Failed call of libdcgm; `code` is its dcgmReturn_t."""
+    """Error raised when a call of libdcgm fails. `code` is its dcgmReturn_t."""
 
     def __init__(self, call: str, code: int) -> None:
         super().__init__(f"{call}: {_MEANINGS.get(code, 'error')} ({code})")
@@ -50,10 +44,7 @@ class DcgmError(Exception):
 
 
 class Value(NamedTuple):
-    """Value of one field of one entity: a number or text, or neither.
-
-    `at` is its time in Unix seconds. `blank` is true for a value that is only missing now, not for a failed `status`.
-    """
+    """Value of one field of one entity at a Unix time. `blank`: DCGM has none now, but `status` reports no failure."""
 
     group: int
     entity: int
@@ -66,7 +57,6 @@ class Value(NamedTuple):
 
 
 # fmt: off
-# As in the header: the formatter would print one member a line.
 class _ConnectV2Params(ctypes.Structure):
     _fields_ = [("version", ctypes.c_uint), ("persistAfterDisconnect", ctypes.c_uint), ("timeoutMs", ctypes.c_uint),
                 ("addressIsUnixSocket", ctypes.c_uint)]
@@ -82,7 +72,7 @@ class _Content(ctypes.Union):
 
 
 class FieldValue(ctypes.Structure):
-    """dcgmFieldValue_v2."""
+    """Structure dcgmFieldValue_v2: the value of one field of one entity."""
 
     _fields_ = [("version", ctypes.c_uint), ("entityGroupId", ctypes.c_uint), ("entityId", ctypes.c_uint),
                 ("fieldId", ctypes.c_ushort), ("fieldType", ctypes.c_short), ("status", ctypes.c_int),
@@ -111,7 +101,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 
 
 class Library:
-    """libdcgm through ctypes. The constructor raises DcgmError, and OSError without libdcgm."""
+    """libdcgm through ctypes. The constructor raises OSError without libdcgm, and DcgmError."""
 
     def __init__(self, path: str = LIBRARY) -> None:
         library = ctypes.CDLL(path)
@@ -123,14 +113,14 @@ class Library:
         self.call("dcgmInit")
 
     def call(self, name: str, *arguments: Any) -> None:
-        """Call a function of _SIGNATURES. Raises DcgmError."""
+        """Call the libdcgm function `name`. Raises DcgmError if it does not return 0."""
         code = self._functions[name](*arguments)
         if code != 0:
             raise DcgmError(name, code)
 
 
 def decode(raw: Any) -> Value:
-    """Return one FieldValue; DCGM's blank values have neither number nor text."""
+    """Return the value in a FieldValue. A failed status, or a blank value of DCGM, has no number and no text."""
     head = raw.entityGroupId, raw.entityId, raw.fieldId, raw.status, raw.ts / 1e6
     if raw.status != 0:
         return Value(*head)
@@ -148,7 +138,7 @@ def decode(raw: Any) -> Value:
 
 
 class Session:
-    """Connection to a host engine, and its watches; `timeout` is in seconds. Every method raises DcgmError."""
+    """Connection to a DCGM host engine, with its watches. `timeout` is in seconds. Methods raise DcgmError."""
 
     def __init__(self, library: Library, address: str, timeout: float) -> None:
         self._library = library
@@ -166,7 +156,7 @@ class Session:
         self._library.call(name, self._handle, *arguments)
 
     def _unless_lost(self, name: str, *arguments: Any) -> None:
-        """Call a function whose error matters only if the connection is lost."""
+        """Call a function and ignore its error, unless the error means that the connection is lost."""
         try:
             self._call(name, *arguments)
         except DcgmError as error:
@@ -174,13 +164,13 @@ class Session:
                 raise
 
     def gpus(self) -> list[int]:
-        """Return DCGM's ids of the GPUs."""
+        """Return DCGM's ids of all GPUs of the host."""
         ids, count = (ctypes.c_uint * _MAX_GPUS)(), ctypes.c_int()
         self._call("dcgmGetAllDevices", ids, ctypes.byref(count))
         return ids[: count.value]
 
     def entities(self, group: int) -> list[int]:
-        """Return the ids of all entities of a kind, empty if the host engine has no module for them."""
+        """Return the ids of all entities of kind `group`, empty if the host engine has no module for them."""
         ids, count = (ctypes.c_uint * _MAX_ENTITIES)(), ctypes.c_int(_MAX_ENTITIES)
         try:
             self._call("dcgmGetEntityGroupEntities", group, ids, ctypes.byref(count), 0)
@@ -191,7 +181,7 @@ class Session:
         return ids[: count.value]
 
     def watch(self, pairs: Sequence[tuple[int, int]], fields: Sequence[int], every: float) -> tuple[int, ...]:
-        """Make the host engine sample fields of entities every `every` seconds. Return the accepted fields."""
+        """Make the host engine sample `fields` of (kind, id) `pairs` every `every` s. Return the accepted fields."""
         group, name = _HANDLE(), f"{self._name}-{len(self._groups)}"
         self._call("dcgmGroupCreate", _EMPTY_GROUP, name.encode(), ctypes.byref(group))
         self._groups.append(group.value)
@@ -217,8 +207,7 @@ class Session:
             self.refusal = error
         if len(fields) == 1:
             return ()
-        # One field that this release, card or mode lacks must not cost the others.
-        middle = len(fields) // 2
+        middle = len(fields) // 2  # one field that this release, card or mode lacks must not cost the others
         return self._watched(group, fields[:middle], every) + self._watched(group, fields[middle:], every)
 
     def update(self) -> None:
@@ -226,7 +215,7 @@ class Session:
         self._unless_lost("dcgmUpdateAllFields", 1)
 
     def latest(self, pairs: Sequence[tuple[int, int]], fields: Sequence[int]) -> list[Value]:
-        """Return the last value of each field of each entity, in any order."""
+        """Return the last value of each field of each (kind, id) in `pairs`, in any order."""
         values: list[Value] = []
         for first in range(0, len(fields), _MAX_FIELDS):
             some = fields[first : first + _MAX_FIELDS]
@@ -243,7 +232,7 @@ class Session:
         return map(decode, values)
 
     def close(self) -> None:
-        """Remove all watches and groups, and disconnect."""
+        """Remove all watches and groups from the host engine, and disconnect."""
         calls: list[tuple[str, tuple[int, ...]]] = []
         for group, fields in self._watches:
             calls += [("dcgmUnwatchFields", (group, fields)), ("dcgmFieldGroupDestroy", (fields,))]
@@ -252,6 +241,5 @@ class Session:
         with suppress(DcgmError):
             for name, arguments in calls:
                 self._unless_lost(name, *arguments)
-        # The host engine also removes the watches of a connection that ends.
-        with suppress(DcgmError):
+        with suppress(DcgmError):  # the host engine also removes the watches of a connection that ends
             self._call("dcgmDisconnect")

@@ -1,9 +1,9 @@
-"""Table of DCGM fields and their series, by number: the names changed in DCGM 4.6 and 4.7, the ids did not.
+"""Tables of DCGM field ids and their series. Names changed in DCGM 4.6 and 4.7, the ids did not.
 
 Ids, units and meaning: https://docs.nvidia.com/datacenter/dcgm/latest/reference/field-identifiers.html. Activities and
 rates are means over the time between two samples of the host engine, ratios 0-1 and bytes per second. NVLink traffic
-(1011, 1012) includes the protocol. NVSwitch traffic (861, 862) has the unit of NVIDIA's nscq.h, Mibit, where DCGM reads
-the switches through that library. It then also reports their temperature limits.
+(1011, 1012) includes the protocol. If DCGM reads the NVSwitches through NVIDIA's nscq library, NVSwitch traffic (861,
+862) is in Mibit as in nscq.h. Only then does DCGM report their temperature limits.
 """
 
 from dataclasses import dataclass
@@ -14,10 +14,7 @@ from flopwatch.catalogue import Metric
 
 @dataclass(frozen=True, slots=True)
 class DcgmField:
-    """Field and its series; `labels` follow the entity's own.
-
-    `how` to use the number: gauge, counter (rises until the part is reset) or mean (to be integrated over time).
-    """
+    """DCGM field and its series. `how` to use the number: as gauge, counter (until a reset) or mean (to integrate)."""
 
     id: int
     row: Metric
@@ -25,7 +22,6 @@ class DcgmField:
     how: str = "gauge"
 
 
-# Identity of an entity.
 NVML_INDEX, UUID, COMPUTE_CAPABILITY = 52, 54, 63
 GPU_IDENTITY = (NVML_INDEX, UUID, COMPUTE_CAPABILITY)
 CHASSIS = (572, 573, 574, 575)  # serial number, slot, tray, node: the labels of gpu_chassis_info
@@ -37,8 +33,7 @@ GPU_STATE = (DcgmField(153, m.GPU_TEMPERATURE_MARGIN_CELSIUS),)
 PIPES = {1007: "fp32", 1008: "fp16", 1006: "fp64", 1014: "tensor_hmma", 1013: "tensor_imma", 1015: "tensor_dmma",
          1016: "integer"}
 # fmt: on
-# The most informative first: where the hardware cannot count all of them together, the first ones are counted.
-PROFILING = (
+PROFILING = (  # the most informative first, because some hardware cannot count all of them together
     DcgmField(1004, m.GPU_TENSOR_ACTIVE_SECONDS_TOTAL, how="mean"),
     DcgmField(1002, m.GPU_SM_ACTIVE_SECONDS_TOTAL, how="mean"),
     DcgmField(1005, m.GPU_DRAM_ACTIVE_SECONDS_TOTAL, how="mean"),
@@ -51,8 +46,7 @@ PROFILING = (
     *(DcgmField(id, m.GPU_PIPE_ACTIVE_SECONDS_TOTAL, (pipe,), how="mean") for id, pipe in PIPES.items()),
 )
 TRAFFIC = frozenset({1009, 1010, 1011, 1012})
-# From Hopper on, compute capability 9, NVML reports the activities itself (gpm.py).
-NVML_PROFILES_FROM = 9
+NVML_PROFILES_FROM = 9  # compute capability of Hopper, from which NVML reports activities itself (gpm.py)
 
 SLOWDOWN_LIMIT = 859
 SWITCH_STATE = (

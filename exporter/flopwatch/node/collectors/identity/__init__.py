@@ -1,12 +1,11 @@
-"""Owners of each GPU, and the place of the node.
+"""Collector of the owners of each GPU, and of the host's place in the data center.
 
-Owners come from the kubelet (`podresources.py`), from the control groups of the processes on the GPU (`cgroup.py`), and
-from files that a Slurm prolog writes for dcgm-exporter. These are named `<gpu>` or `<gpu>.<gpu instance>`, with one job
-id per line (https://docs.nvidia.com/datacenter/dcgm/latest/reference/command-line-reference/dcgm-exporter.html, HPC job
-mapping). The place comes from `topology.py`. Setup: docs/identity.md.
-
-A GPU with an undetermined owner has the source `unknown`, a free one `none`. A lost GPU keeps its last owner. Processes
-of MIG instances are attributed to their GPU only.
+Owners are read from the kubelet (`podresources.py`), control groups of the GPU's processes (`cgroup.py`), and files
+that a Slurm prolog writes for dcgm-exporter. Such a file is named `<gpu>` or `<gpu>.<gpu instance>`, with one job id
+per line (https://docs.nvidia.com/datacenter/dcgm/latest/reference/command-line-reference/dcgm-exporter.html, HPC job
+mapping). The place comes from `topology.py`. Setup: docs/identity.md. A GPU with an undetermined owner has the source
+`unknown`, a free GPU `none`. A lost GPU keeps its last owner. Processes on MIG instances are attributed to the whole
+GPU.
 """
 
 import logging
@@ -26,20 +25,15 @@ from flopwatch.node.collectors.identity.owners import Last, LastOwners, Owner, O
 
 log = logging.getLogger(__name__)
 
-# Seconds between two requests, and for which the last answer is valid. A place does not change.
-KUBELET_INTERVAL, KUBELET_HOLD = 5.0, 300.0
+KUBELET_INTERVAL, KUBELET_HOLD = 5.0, 300.0  # seconds between requests, and for which the last answer is valid
 TOPOLOGY_INTERVAL, TOPOLOGY_RETRY = 600.0, 30.0
-# Seconds that the first read waits for first answers, within the deadline of a scrape.
-FIRST_ANSWER = 1.5
-
-# More owners than seven MIG instances have cannot be joined with anything.
-MAX_OWNERS = 8
-# Limits of a job id in characters, and of a mapping file.
-MAX_JOB_ID, MAX_MAPPING_BYTES = 64, 1 << 16
+FIRST_ANSWER = 1.5  # seconds that the first read waits for answers, within a scrape's deadline
+MAX_OWNERS = 8  # reported per GPU, which has at most seven MIG instances
+MAX_JOB_ID, MAX_MAPPING_BYTES = 64, 1 << 16  # characters of a job id, bytes of a job mapping file
 
 
 class SourceAnswer(NamedTuple):
-    """Answer of one source: owners as of Unix time `at`, its last error, and the GPUs it cannot cover."""
+    """Owners according to one source at Unix time `at`, its last error, and uuids of GPUs it cannot see (`blind`)."""
 
     owners: Owners
     at: float
@@ -47,12 +41,12 @@ class SourceAnswer(NamedTuple):
     blind: frozenset[str] = frozenset()
 
 
-# Source of an owner, by the owner's label.
+# Name of the source of an owner, by the owner's label `source`.
 SPEAKERS = {"kubelet": "kubelet", "slurm": "processes", "process": "processes", "job_mapping": "job_mapping"}
 
 
 class Devices:
-    """GPUs of this node by all the names that device plugins give them."""
+    """Lookup of a GPU or MIG instance by any name that a device plugin, DRA driver or job mapping file uses."""
 
     def __init__(self, gpus: Mapping[str, Mapping[str, str]], runtime: Mapping[str, Any], proc: Path) -> None:
         self._gpus = gpus
@@ -65,7 +59,7 @@ class Devices:
         self._by_minor: dict[str, str] | None = None
 
     def find(self, resource: str, device: str) -> tuple[str, str] | None:
-        """Return the uuids of the GPU and of the MIG instance (empty: the whole GPU), or None for another device."""
+        """Return the uuids of GPU and MIG instance (empty: the whole GPU) of a kubelet device, or None if unknown."""
         name = device.partition("::")[0]  # <id>::<n> is a time slice
         if name in self._gpus:
             return name, ""
@@ -79,11 +73,11 @@ class Devices:
         return self._claimed(name) if resource == "gpu.nvidia.com" else None
 
     def by_index(self, index: str, instance: str | None) -> tuple[str, str] | None:
-        """Return the uuids of the GPU and MIG instance by NVML's index and GPU instance id, or None."""
+        """Return the uuids of GPU and MIG instance (empty: whole GPU) by NVML index and GPU instance id, else None."""
         return self._instance(self._by_index.get(index), instance)
 
     def _claimed(self, name: str) -> tuple[str, str] | None:
-        """Return the uuids for a device of NVIDIA's DRA driver, gpu-MINOR[-mig-PROFILE-ID-PLACE], or its CDI name."""
+        """Return the GPU and MIG uuid of NVIDIA's DRA device gpu-MINOR[-mig-PROFILE-ID-PLACE], or of its CDI name."""
         match = re.fullmatch(r"(?:[^=]*=(?:[0-9a-f-]{36}-)?)?gpu-([0-9]+)(?:-mig-(.+)-[0-9]+-[0-9]+)?", name, re.ASCII)
         if match is None:
             inner = name.rpartition("=")[2]
@@ -96,7 +90,7 @@ class Devices:
             for mig in self._instances.get(uuid, ())
             if re.sub(r"[^a-z0-9]+", "-", str(mig.get("profile")).replace(".", "")).strip("-") == profile
         ]
-        # Several equal profiles are ambiguous: the driver names their places, NVML their numbers.
+        # Instances with equal profiles are ambiguous: the driver names their placement, NVML their ids.
         return uuid, str(alike[0].get("uuid", "")) if len(alike) == 1 else ""
 
     def _instance(self, uuid: str | None, instance: str | None) -> tuple[str, str] | None:
@@ -110,14 +104,14 @@ class Devices:
         return uuid, ""
 
     def _minor(self, number: str) -> str | None:
-        """Return the uuid of /dev/nvidiaN, or of the index N if the driver lists no minor numbers."""
+        """Return the uuid of GPU /dev/nvidiaN. If the driver lists no minor numbers, N is taken as NVML's index."""
         if self._by_minor is None:
             self._by_minor = _minors(self._gpus, self._proc)
         return self._by_minor.get(number, self._by_index.get(number) if not self._by_minor else None)
 
 
 def _minors(gpus: Mapping[str, Mapping[str, str]], proc: Path) -> dict[str, str]:
-    """Return the GPUs by minor number: /proc/driver/nvidia/gpus/ADDRESS/information, `Device Minor:`."""
+    """Return GPU uuids by minor device number, from `Device Minor:` in /proc/driver/nvidia/gpus/ADDRESS/information."""
     slots = {_slot(gpu["pci_bus_id"]): uuid for uuid, gpu in gpus.items()}
     found = {}
     for file in sorted((proc / "driver" / "nvidia" / "gpus").glob("*/information")):
@@ -141,7 +135,7 @@ def _items(about: Any, name: str) -> list[Any]:
 
 
 def from_kubelet(assignments: Iterable[podresources.Assignment], devices: Devices) -> Owners:
-    """Return the owners of GPUs according to the kubelet."""
+    """Return the pods and containers that own each GPU, from the kubelet's device assignments."""
     owners: Owners = {}
     for one in assignments:
         found = devices.find(one.resource, one.device)
@@ -151,7 +145,7 @@ def from_kubelet(assignments: Iterable[podresources.Assignment], devices: Device
 
 
 def running(runtime: Mapping[str, Any], last: Mapping[str, Last], proc: Path) -> Running:
-    """Return the start time of each GPU's processes by pid, None for an invisible process or a reused pid."""
+    """Return by GPU and pid the start time of each process, None if it is invisible or its pid was reused."""
     found: Running = {}
     for uuid, about in runtime.items():
         before = last[uuid].processes if uuid in last else {}
@@ -163,15 +157,14 @@ def running(runtime: Mapping[str, Any], last: Mapping[str, Last], proc: Path) ->
 
 
 def from_processes(processes: Running, last: Mapping[str, Last], proc: Path, now: float) -> SourceAnswer:
-    """Return the jobs and users that run on each GPU. GPUs are blind if all of their processes are invisible."""
+    """Return the Slurm jobs and users that run processes on each GPU. A GPU with only invisible ones is `blind`."""
     owners: Owners = {}
     unseen, hidden = set(), 0
     for uuid, pids in processes.items():
         seen = {pid: cgroup.UNKNOWN if since is None else cgroup.owner(int(pid), proc) for pid, since in pids.items()}
         if seen and set(seen.values()) == {cgroup.UNKNOWN}:
             unseen.add(uuid)
-            # Processes that were visible once have ended.
-            before = last[uuid].processes if uuid in last else {}
+            before = last[uuid].processes if uuid in last else {}  # a process that was visible before has ended
             hidden += any(before.get(pid) is None for pid in pids)
         for pid, owner in seen.items():
             kind, _, name = owner.partition(":")
@@ -191,7 +184,7 @@ def _user(pid: int, proc: Path) -> str:
 
 
 def from_job_mapping(folder: Path, devices: Devices) -> Owners:
-    """Return the jobs that own a GPU by dcgm-exporter's files. Raises OSError for an unreadable folder."""
+    """Return the jobs of each GPU from dcgm-exporter's job mapping files. Raises OSError for an unreadable folder."""
     owners: Owners = {}
     for file in sorted(folder.iterdir()):
         name = re.fullmatch(r"([0-9]+)(?:\.([0-9]+))?", file.name, re.ASCII)
@@ -210,10 +203,10 @@ def from_job_mapping(folder: Path, devices: Devices) -> Owners:
 
 
 class Identity:
-    """Collector of the owners of this node's GPUs and of its place.
+    """Collector of the owners of this host's GPUs and of the host's place.
 
-    `gpus` and `runtime` are files of the NVML source: the inventory, and each GPU's MIG instances and processes.
-    `kubelet` and `where` are None if not configured. `job_mapping` is a folder, `last` the file of the last owners.
+    `gpus` and `runtime` are files of the NVML collector: the inventory, and each GPU's MIG instances and processes.
+    `kubelet`, `job_mapping` (a folder) and `where` are None if not configured. `last` is the file of the last owners.
     """
 
     name = "identity"
@@ -237,7 +230,7 @@ class Identity:
         self._last_errors: dict[str, str] = {}
 
     def read(self) -> list[Sample]:
-        """Return the owners of every GPU of the inventory, the place, and the state of each source."""
+        """Return samples of GPU owners, host place and source states. Raises Unsupported without GPU and place."""
         until = time.monotonic() + FIRST_ANSWER
         for background in (self._kubelet, self._place):
             if background is not None:
@@ -281,7 +274,7 @@ class Identity:
         answers: Mapping[str, SourceAnswer],
         processes: Mapping[str, str | None] | None,
     ) -> tuple[list[Owner], float | None]:
-        """Return a GPU's owners and their Unix time or None; `processes` is None if NVML never listed them."""
+        """Return a GPU's owners and their Unix time (None: owner unknown). `processes` None: NVML never listed any."""
         some = sorted(owners)[:MAX_OWNERS]
         speaking = {SPEAKERS[owner.source] for owner in some} or answers.keys()
         at = min((answers[name].at for name in speaking), default=self._clock())
@@ -300,7 +293,6 @@ class Identity:
     def _answers(
         self, gpus: Mapping[str, dict[str, str]], runtime: Mapping[str, Any], processes: Running, until: float
     ) -> dict[str, SourceAnswer]:
-        """Return the answer of each source in use."""
         now, every = self._clock(), frozenset(gpus)
         devices = Devices(gpus, runtime, self._proc)
         answers: dict[str, SourceAnswer] = {}
@@ -327,7 +319,7 @@ class Identity:
         return [] if found is None else [(m.HOST_TOPOLOGY_INFO, (self._host, *found), 1)]
 
     def close(self) -> None:
-        """Stop the background requests."""
+        """Stop the requests to the kubelet and for the place."""
         for background in (self._kubelet, self._place):
             if background is not None:
                 background.close()
@@ -342,7 +334,7 @@ def build(
     proc: str = "/proc",
     topology: str = "",
 ) -> Identity:
-    """Return the collector, which stores the last owners next to the inventory. Empty arguments disable a source."""
+    """Return the identity collector. An empty `kubelet`, `job_mapping` or `topology` disables that source."""
     ask, read = podresources.ask, place.read
     return Identity(
         host,

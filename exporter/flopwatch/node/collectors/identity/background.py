@@ -13,8 +13,8 @@ ENDED = "the background thread has ended"
 class BackgroundCall(Generic[Answer]):
     """Last answer of a slow call, which a thread repeats every `interval` seconds.
 
-    After a failure the next call follows after `retry` seconds, and the last answer is valid for `hold` seconds.
-    FileNotFoundError means that the server does not exist.
+    After a failure the call is repeated in `retry` seconds, and the last answer stays valid until it is `hold` seconds
+    old. A FileNotFoundError from a server that has never answered sets `absent`.
     """
 
     def __init__(
@@ -43,14 +43,14 @@ class BackgroundCall(Generic[Answer]):
             self._thread.start()
 
     def answer(self, timeout: float) -> Answer | None:
-        """Return the last valid answer, or None. Wait up to `patience` seconds for the first one."""
+        """Return the last answer, or None if it has expired. Wait up to `timeout` seconds for the first call."""
         self._first.wait(timeout)
         if self.at is None or (self.error and self._clock() - self.at > self._hold):
             return None
         return self._answer
 
     def close(self) -> None:
-        """Stop the calls."""
+        """Stop repeating the call."""
         self._ended.set()
 
     def _run(self) -> None:
@@ -62,16 +62,15 @@ class BackgroundCall(Generic[Answer]):
             self._first.set()
 
     def _ask(self) -> float:
-        """Make the call. Return the seconds until the next one."""
+        """Make the call once. Return the seconds to wait before the next call."""
         error = ""
         try:
             answer = self._call()
         except FileNotFoundError as absence:
             error = f"{absence.strerror}: {absence.filename}"
-            # A server that has answered before is only restarting.
-            self.absent = self.at is None
+            self.absent = self.at is None  # a server that answered before is only restarting
         except Exception as failure:
-            # This is the only loop of the thread. An escaped error would be invisible.
+            # An error that escaped this thread would be invisible.
             error, self.absent = str(failure) or type(failure).__name__, False
         else:
             self._answer, self.at, self.absent = answer, self._clock(), False

@@ -1,8 +1,10 @@
-"""Devices of containers, from the kubelet's PodResources API, version 1.
+"""Devices that the kubelet assigned to containers, from its PodResources API, version 1.
 
-One unary call, `v1.PodResourcesLister/List`, over plaintext gRPC on a unix socket, which requires root:
-https://github.com/kubernetes/kubelet/blob/master/pkg/apis/podresources/v1/api.proto. gRPC's own package costs 21 MiB of
-memory, h2 under 6. The few fields are decoded by hand (https://protobuf.dev/programming-guides/encoding/).
+One unary call, `v1.PodResourcesLister/List`
+(https://github.com/kubernetes/kubelet/blob/master/pkg/apis/podresources/v1/api.proto), over plaintext gRPC
+(https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md) on a unix socket, which requires root. gRPC's own
+package costs 21 MiB of memory, h2 under 6. Protobuf is decoded by hand
+(https://protobuf.dev/programming-guides/encoding/).
 """
 
 from __future__ import annotations
@@ -18,23 +20,19 @@ from urllib.parse import unquote
 
 if TYPE_CHECKING:
     from h2.events import Event
-
-# Limit of the kubelet's own clients, in bytes.
-MAX_BYTES = 16 << 20
-# Limits beyond every real node, against responses made to exhaust memory.
-MAX_ASSIGNMENTS, MAX_FIELDS = 100_000, 1_000_000
+MAX_BYTES = 16 << 20  # bytes of a response, as in the kubelet's own clients
+MAX_ASSIGNMENTS, MAX_FIELDS = 100_000, 1_000_000  # above any real node, against forged responses
 
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
-# Length of the prefix of a message: one byte for compression, four for the length.
-_PREFIX = 5
+_PREFIX = 5  # length of a message's prefix: one byte for compression, four for the length
 
 
 class PodResourcesError(Exception):
-    """Failed call of the kubelet, or a response that is not a list of pods."""
+    """Error raised when the call to the kubelet fails or its response is not a list of pods."""
 
 
 class Assignment(NamedTuple):
-    """Device of a container; `resource` is such as nvidia.com/gpu, or the driver of a claimed device."""
+    """Device of a container. `resource` is its resource name, such as nvidia.com/gpu, or the DRA driver of a claim."""
 
     namespace: str
     pod: str
@@ -44,7 +42,7 @@ class Assignment(NamedTuple):
 
 
 def decode(body: bytes) -> list[Assignment]:
-    """Return the devices in a v1.ListPodResourcesResponse. Raises ValueError for other content."""
+    """Return the devices in an encoded v1.ListPodResourcesResponse. Raises ValueError for any other content."""
     if len(body) > MAX_BYTES:
         raise ValueError(f"{len(body)} bytes are more than {MAX_BYTES}")
     fields = _Fields()
@@ -58,13 +56,13 @@ def decode(body: bytes) -> list[Assignment]:
 
 
 class _Fields:
-    """Splitter of messages into fields, with one limit of fields for a whole body."""
+    """Decoder of protobuf messages into fields, with one limit on the number of fields in a whole response."""
 
     def __init__(self) -> None:
         self._left = MAX_FIELDS
 
     def of(self, message: memoryview) -> Mapping[int, list[memoryview]]:
-        """Return the contents of the length-delimited fields of a message by number. Others are skipped."""
+        """Return the contents of a message's length-delimited fields by field number, no others. Raises ValueError."""
         found: defaultdict[int, list[memoryview]] = defaultdict(list)
         at = 0
         while at < len(message):
@@ -93,7 +91,7 @@ class _Fields:
 
 
 def _varint(message: memoryview, at: int) -> tuple[int, int]:
-    """Return the varint at this position and the position after it."""
+    """Return the protobuf varint at index `at`, and the index after it. Raises ValueError."""
     number = 0
     for index in range(10):
         if at + index >= len(message):
@@ -108,12 +106,12 @@ def _varint(message: memoryview, at: int) -> tuple[int, int]:
 
 
 def _text(contents: list[memoryview]) -> str:
-    """Return the text of the last occurrence of a field, empty without one. Raises UnicodeDecodeError, a ValueError."""
+    """Return a field's last occurrence as text, empty if it has none. Raises ValueError for invalid UTF-8."""
     return str(contents[-1], "utf-8") if contents else ""
 
 
 def _pod(fields: _Fields, message: memoryview) -> Iterator[Assignment]:
-    """Yield the devices in a PodResources message."""
+    """Yield the devices of all containers in a PodResources message, which describes one pod."""
     pod = fields.of(message)
     name, namespace = _text(pod[1]), _text(pod[2])
     for container in map(fields.of, pod[3]):
@@ -128,14 +126,14 @@ def _pod(fields: _Fields, message: memoryview) -> Iterator[Assignment]:
 
 
 def _claimed(fields: _Fields, claim: Mapping[int, list[memoryview]]) -> list[tuple[str, str]]:
-    """Return driver and device name of a claim, or its CDI names if the device name is empty."""
+    """Return (DRA driver, device name) of a claim, or one pair per CDI name if the device name is empty."""
     driver, device = _text(claim[2]), _text(claim[4])
     names = [_text([name]) for cdi in map(fields.of, claim[1]) for name in cdi[1]]
     return [(driver, name) for name in ([device] if device else names)]
 
 
 def ask(path: Path, deadline: float = 10.0) -> list[Assignment]:
-    """Return the kubelet's devices within `deadline` seconds. Raises FileNotFoundError and PodResourcesError."""
+    """Request all containers' devices from the kubelet's socket. Raises FileNotFoundError and PodResourcesError."""
     until = time.monotonic() + deadline
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
@@ -173,10 +171,7 @@ def _left(until: float) -> float:
 
 
 class Call:
-    """Unary gRPC call with an empty request, without its socket.
-
-    https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md. `body` is the message once it is `done`.
-    """
+    """Unary gRPC call with an empty request, without a socket. `body` is the response message once `done` is true."""
 
     def __init__(self, timeout: float, path: str = "/v1.PodResourcesLister/List") -> None:
         from h2.config import H2Configuration
@@ -204,11 +199,11 @@ class Call:
         self._http.send_data(stream, bytes(_PREFIX), end_stream=True)
 
     def data_to_send(self) -> bytes:
-        """Return the bytes to send to the server."""
+        """Return the bytes that must now be sent to the server."""
         return bytes(self._http.data_to_send())
 
     def receive(self, data: bytes) -> None:
-        """Process bytes from the server, empty after it closed. Raises PodResourcesError."""
+        """Process bytes received from the server, empty if it closed the connection. Raises PodResourcesError."""
         from h2.exceptions import H2Error
 
         if not data:
@@ -251,7 +246,6 @@ class Call:
         self.body, self.done = bytes(self._data[_PREFIX:]), True
 
     def _length(self) -> int:
-        """Return the length of the message in its prefix, which is a compression flag and a length."""
         return int.from_bytes(self._data[1:_PREFIX], "big")
 
 

@@ -1,8 +1,8 @@
-"""Place of the node: rack, leaf switch, NVLink domain.
+"""Place of a host in the data center: rack, leaf switch and NVLink domain.
 
-Read from Slurm's topology.conf (https://slurm.schedmd.com/topology.conf.html; leaf from SwitchName lines, domain from
-BlockName lines), from a CSV file with a header and the columns host, rack, leaf, domain (only host is required), or
-from the labels of the Kubernetes node, as topograph and the GPU operator write them
+Slurm's topology.conf (https://slurm.schedmd.com/topology.conf.html) has the leaf in SwitchName lines and the domain in
+BlockName lines. A CSV file has the columns host, rack, leaf, domain (only host is required). Labels of a Kubernetes
+node are those that topograph and the GPU operator write
 (https://github.com/NVIDIA/topograph/blob/main/docs/reference/node-labels.md).
 """
 
@@ -14,15 +14,13 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote
 
-# Limits of a topology file in bytes, and of a host list in characters.
-MAX_BYTES = 16 << 20
-MAX_NODES_TEXT = 65536
+MAX_BYTES = 16 << 20  # bytes of a topology file
+MAX_NODES_TEXT = 65536  # characters of a host list
 
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 API_SERVER = "https://kubernetes.default.svc"
 
-# Node labels of each level. The first present label wins.
-LABELS = {
+LABELS = {  # node labels of each level, the first present one wins
     "rack": ("topology.kubernetes.io/rack", "accelerator.topograph.run/sub-domain"),
     "leaf": ("fabric.topograph.run/tier-0", "network.topology.nvidia.com/leaf"),
     "domain": ("accelerator.topograph.run/domain", "network.topology.nvidia.com/accelerator", "nvidia.com/gpu.clique"),
@@ -30,7 +28,7 @@ LABELS = {
 
 
 class Place(NamedTuple):
-    """Place of a node; unknown levels are empty."""
+    """Rack, leaf switch and NVLink domain of a host, empty if unknown. `source` is slurm, csv or kubernetes."""
 
     rack: str = ""
     leaf: str = ""
@@ -39,19 +37,18 @@ class Place(NamedTuple):
 
 
 class TopologyError(Exception):
-    """Unreadable place. The text is the reason."""
+    """Error raised by `read` if the place of the host cannot be determined. The text is the reason."""
 
 
 def contains(expression: str, host: str) -> bool:
-    """Return whether a Slurm host list such as `node[001-018,020],login1` has this host. Raises ValueError."""
+    """Return whether a Slurm host list, such as `node[001-018,020],login1`, contains this host. Raises ValueError."""
     if len(expression) > MAX_NODES_TEXT:
         raise ValueError(f"a host list of {len(expression)} characters")
     return any(_matches(part, host) for part in _split(expression))
 
 
 def _split(expression: str) -> Iterable[list[str]]:
-    """Yield the names in a list, each as literal, bracket, literal, ..."""
-    # Commas within brackets belong to them.
+    """Yield each item of a Slurm host list in pieces: `n[1-2]x` as "n", "1-2", "x". Raises ValueError."""
     for part in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+|[\[\]]", expression):
         if part in "[]":
             raise ValueError(f"brackets that do not match in {expression[:80]!r}")
@@ -59,7 +56,7 @@ def _split(expression: str) -> Iterable[list[str]]:
 
 
 def _matches(part: list[str], text: str) -> bool:
-    """Return whether a name, as literal, bracket, literal, ..., matches this text."""
+    """Return whether an item from `_split` matches a host name. Every second piece is a list of ranges."""
     rests = {text}  # possible rests of the text after so many pieces
     for index, piece in enumerate(part):
         if index % 2 == 0:
@@ -76,7 +73,7 @@ def _matches(part: list[str], text: str) -> bool:
 
 
 def _range(item: str) -> Callable[[str], bool]:
-    """Return a predicate for digits in a range such as 7 or 001-018, with as many leading zeros."""
+    """Return a test of whether digits are in a range such as 7 or 001-018, with zeros to the same width."""
     match = re.fullmatch(r"([0-9]{1,18})(?:-([0-9]{1,18}))?", item)
     if match is None:
         return lambda digits: digits == item
@@ -85,14 +82,14 @@ def _range(item: str) -> Callable[[str], bool]:
 
 
 def same_host(one: str, other: str) -> bool:
-    """Return whether two names are of one host; either may lack its domain."""
+    """Return whether two host names are equal, ignoring the DNS domain unless both have one."""
     if "." in one and "." in other:
         return one == other
     return one.partition(".")[0] == other.partition(".")[0]
 
 
 def slurm(text: str, host: str) -> Place:
-    """Return the place of a host in a topology.conf. Raises ValueError if the file or host is missing there."""
+    """Return the place of a host from the text of a topology.conf. Raises ValueError if it does not name the host."""
     leaf = domain = None
     known, names = False, {host, host.partition(".")[0]}
     for line in text.replace("\\\n", " ").splitlines():
@@ -117,7 +114,7 @@ def slurm(text: str, host: str) -> Place:
 
 
 def table(text: str, host: str) -> Place:
-    """Return the place of a host in a CSV. Raises ValueError for another format or a missing host."""
+    """Return the place of a host from the text of a CSV file. Raises ValueError for other formats or an absent host."""
     rows = csv.DictReader(text.splitlines(), skipinitialspace=True)
     try:
         if "host" not in (rows.fieldnames or ()):
@@ -132,7 +129,7 @@ def table(text: str, host: str) -> Place:
 
 
 def labelled(labels: Mapping[str, str]) -> Place:
-    """Return the place in the labels of a Kubernetes node. Raises ValueError without topology labels."""
+    """Return the place from the labels of a Kubernetes node. Raises ValueError if no label describes the topology."""
     found = {part: next((labels[name] for name in names if name in labels), "") for part, names in LABELS.items()}
     if not any(found.values()):
         raise ValueError("the node has none of topograph's labels")
@@ -140,7 +137,7 @@ def labelled(labels: Mapping[str, str]) -> Place:
 
 
 def read(topology: str, host: str, account: Path = SERVICE_ACCOUNT) -> Place:
-    """Return the place by a setting: slurm:FILE, csv:FILE, kubernetes or kubernetes:URL. Raises TopologyError."""
+    """Return the place of a host from slurm:FILE, csv:FILE, kubernetes or kubernetes:URL. Raises TopologyError."""
     kind, _, where = topology.partition(":")
     try:
         if kind == "kubernetes":
@@ -157,7 +154,7 @@ def read(topology: str, host: str, account: Path = SERVICE_ACCOUNT) -> Place:
 
 
 def _node_labels(server: str, host: str, account: Path) -> dict[str, str]:
-    """Return the labels of this Kubernetes node, requested as the pod's service account."""
+    """Request the labels of Kubernetes node `host` as the pod's service account. Raises OSError or ValueError."""
     import httpx
 
     from flopwatch.http.client import client, reason, url_tls
@@ -165,8 +162,7 @@ def _node_labels(server: str, host: str, account: Path) -> dict[str, str]:
 
     headers = {"Accept": "application/json"}
     if server.startswith("https:"):
-        # Read it each time, because the kubelet renews it.
-        headers["Authorization"] = f"Bearer {(account / 'token').read_text().strip()}"
+        headers["Authorization"] = f"Bearer {(account / 'token').read_text().strip()}"  # the kubelet renews it
     url = f"{server.rstrip('/')}/api/v1/nodes/{quote(host, safe='')}"
     try:
         with (

@@ -1,9 +1,8 @@
-"""InfiniBand, RoCE and EFA ports from sysfs: presence, role, rail and counters (`port.py`).
+"""Collector of InfiniBand, RoCE and EFA ports from sysfs: presence, role, rail and counters (`port.py`).
 
-A port seen once is remembered with its rail, its flaps and its highest rate. After a reboot, a missing or slower port
-is therefore a series and not a gap. Virtual functions are left out. The place among the GPUs follows from PCI paths
-(`pci.py`, `rails.py`). The default route in /proc/net/route marks the management port. Counts that the registers alone
-do not give, because they wrapped or were cleared, outlive a restart.
+Every port ever seen is kept in a file with its rail, flaps and highest rate. A missing or slower port therefore has
+series even after a reboot. Virtual functions are left out. Roles and rails follow from PCI paths (`pci.py`,
+`rails.py`). The default route in /proc/net/route marks the management port. Counts survive restarts and register wraps.
 """
 
 import logging
@@ -23,19 +22,13 @@ from flopwatch.node.collectors.infiniband.link import Link
 from flopwatch.node.collectors.infiniband.port import COUNTERS, Port
 
 log = logging.getLogger(__name__)
-
-# Seconds between two reads of names, firmware and addresses, and between two writes of the counts.
-REFRESH_SECONDS = 300.0
-
-# Ports read, and names remembered. No node has more, and changing names must not fill a disk or a database.
-MAX_PORTS = 64
-
-# File that clears the flapping of every port, or of those it names (mlx5_0, or mlx5_0/1). It is then removed.
-CLEAR = "clear-flaps"
+REFRESH_SECONDS = 300.0  # between two reads of names and addresses, and between two writes of counts
+MAX_PORTS = 64  # read and remembered, so that changing names cannot fill a disk or a database
+CLEAR = "clear-flaps"  # file that ends the flapping of the ports it names, or of all, and is then removed
 
 
 def counts(stored: Any) -> dict[str, tuple[int, int]]:
-    """Return the stored counts and registers of a port's counters, without invalid entries."""
+    """Return (total, last register value) by counter file from a port's stored state, without invalid entries."""
     entries = stored.items() if isinstance(stored, dict) else ()
     return {
         name: (entry[0], entry[1])
@@ -48,16 +41,16 @@ def counts(stored: Any) -> dict[str, tuple[int, int]]:
 
 
 def default_routes(text: str) -> set[str]:
-    """Return the interfaces with a default route in /proc/net/route."""
+    """Return the interfaces with a default route in the text of /proc/net/route."""
     lines = [line.split() for line in text.splitlines()]
     return {line[0] for line in lines if len(line) >= 8 and line[1] == line[7] == "00000000"}
 
 
 class Infiniband:
-    """RDMA ports below `sysfs`/class/infiniband.
+    """Collector of the RDMA ports below `sysfs`/class/infiniband.
 
-    `inventory` remembers this node's ports, `gpus` is the inventory of the NVML source. `history` has each port's
-    highest rate, flaps, counts and PCI place. `boot_id` shows whether the registers are those that were counted.
+    `inventory` is the file of every port ever seen, `gpus` the inventory of the NVML collector. `history` is the file
+    of each port's highest rate, flaps, counts and PCI place. After a change of `boot_id` all registers were reset.
     """
 
     name = "infiniband"
@@ -122,14 +115,14 @@ class Infiniband:
         return samples
 
     def close(self) -> None:
-        """Store the counts and close every file."""
+        """Write the history and close every sysfs file."""
         if self._seen and self._inventory.parts:
             self._keep(self._clock())
         for port in self._ports.values():
             port.close()
 
     def _devices(self) -> dict[str, int]:
-        """Return the devices, each with the inode that distinguishes it from a successor of the same name."""
+        """Return the inode of each RDMA device by name. A replaced device of the same name has another inode."""
         try:
             with os.scandir(self._root) as entries:
                 return {entry.name: entry.inode() for entry in entries}
@@ -137,7 +130,7 @@ class Infiniband:
             return {}
 
     def _refresh(self, devices: Mapping[str, int], now: float) -> None:
-        """Find the present ports, their identity, and their places among the GPUs."""
+        """List the ports again, with their identity, role and rail, and rebuild the samples that seldom change."""
         self._refresh_at = now + REFRESH_SECONDS
         known, self._ports = self._gone | self._ports, {}
         for device, number in self._listed(devices):
@@ -165,7 +158,7 @@ class Infiniband:
         self._same += self._affinities
 
     def _listed(self, devices: Mapping[str, int]) -> list[tuple[str, str]]:
-        """Return device and number of the present ports, without those of virtual functions."""
+        """Return (device, port number) of the present ports, at most MAX_PORTS and without virtual functions."""
         listed = [
             (device, number)
             for device in sorted(devices)
@@ -180,19 +173,19 @@ class Infiniband:
         return listed[:MAX_PORTS]
 
     def _forget(self) -> None:
-        """Limit the inventory to MAX_PORTS. Of the missing ports, the latest names are dropped first."""
+        """Drop missing ports, those last added first, until the inventory has at most MAX_PORTS ports."""
         parts = self._inventory.parts
         excess = len(parts.keys() | self._ports.keys()) - MAX_PORTS
         for key in [key for key in reversed(parts) if key not in self._ports][: max(0, excess)]:
             del parts[key]
 
     def _given_away(self, key: str) -> bool:
-        """Return whether the adapter of a missing port is on the bus and passed through to another owner."""
+        """Return whether a missing port's adapter is on the PCI bus and serves a virtual machine or container."""
         place = self._places.get(key)
         return place is not None and pci.given_away(self._sysfs / "bus" / "pci" / "devices" / place.path[-1])
 
     def _locate(self) -> None:
-        """Derive roles, rails and affinity. Forget a missing port if another one is in its place."""
+        """Set roles, rails and GPU affinity from PCI paths. Forget a missing port whose PCI path another port has."""
         parts, before = self._inventory.parts, self._places.copy()
         for key, port in self._ports.items():
             if port.place is not None:
@@ -235,7 +228,7 @@ class Infiniband:
         self._affinities = [(m.INFINIBAND_GPU_AFFINITY_INFO, labels, 1) for labels in rails.affinities(present, gpus)]
 
     def _own_interfaces(self) -> set[str]:
-        """Return the interfaces of the default route and those below them (bond, VLAN, bridge)."""
+        """Return the interfaces of the default route, and the interfaces below these (bond, VLAN, bridge)."""
         try:
             own = default_routes(self._routes.read_text())
         except (OSError, ValueError):
@@ -249,10 +242,8 @@ class Infiniband:
                     unseen.append(lower)
         return own
 
-    # Persistence.
-
     def _remember(self, now: float) -> None:
-        """Read the history if another process changed it."""
+        """Read the history file if it changed since this process last read or wrote it."""
         found = signature(str(self._history))
         if found == self._stored_as:
             return
@@ -279,9 +270,9 @@ class Infiniband:
         )
 
     def _keep(self, now: float) -> None:
-        """Store the history if it changed."""
+        """Write the history file if its content changed."""
         unix = self._wall()
-        # The registers of a port missing since before this process are not those that were counted.
+        # Inode 0: the registers of a port missing since before this process may have been reset.
         ports = {key: {**old, "inode": 0} for key, old in self._part("ports").items() if key in self._inventory.parts}
         for key, port in (self._gone | self._ports).items():
             ports[key] = port.dump(now, unix)
@@ -291,7 +282,7 @@ class Infiniband:
             self._stored_as = signature(str(self._history))
 
     def _cleared(self) -> bool:
-        """Clear the flapping of the ports named in the file CLEAR. Return whether the file existed."""
+        """End the flapping of ports named in the file CLEAR (empty: all). Return whether the file existed."""
         try:
             with open(self._clear, encoding="utf-8", errors="replace") as file:
                 named = file.read(4096).split()
@@ -305,7 +296,7 @@ class Infiniband:
 
 
 def build(host: str, inventory: str, sysfs: str, gpus: str = "", state: str = "") -> Infiniband:
-    """Return the collector of the ports below a sysfs folder."""
+    """Return the collector of RDMA ports below `sysfs`. `gpus` and `state` default to files next to `inventory`."""
     return Infiniband(
         Path(sysfs),
         host,

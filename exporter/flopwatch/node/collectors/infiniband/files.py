@@ -14,7 +14,7 @@ Pread = Callable[[int, int, int], bytes]  # file, length, offset, as os.pread
 
 
 def counter(text: str) -> int | None:
-    """Return the number in a counter file, or None for `N/A (no PMA)` and anything but a 64-bit number."""
+    """Parse a counter file's text. Return None for `N/A (no PMA)` and anything but an unsigned 64-bit number."""
     if not (text.isascii() and text.isdigit() and len(text) <= 20):
         return None
     number = int(text)
@@ -22,49 +22,46 @@ def counter(text: str) -> int | None:
 
 
 def state(text: str) -> int | None:
-    """Return the number of a state such as `4: ACTIVE`, or None."""
+    """Parse a port state: 4 for `4: ACTIVE`, or None for other text."""
     match = re.match(r"([0-9]{1,2}):", text)
     return int(match[1]) if match else None
 
 
 def physical_state(text: str) -> int | None:
-    """Return 5 for `5: LinkUp`, or None where a driver repeats the logical state (`4: ACTIVE`) in this file."""
+    """Parse a physical port state: 5 for `5: LinkUp`, None where a driver repeats the port state (`4: ACTIVE`)."""
     return None if text.endswith("ACTIVE") else state(text)
 
 
 def rate(text: str) -> float | None:
-    """Return the Gb/s in `400 Gb/sec (4X NDR)` or `2.5 Gb/sec (1X SDR)`."""
+    """Parse a port rate in Gb/s: 400 for `400 Gb/sec (4X NDR)`, or None for other text."""
     match = re.match(r"([0-9]{1,6}(?:\.[0-9]{1,3})?) Gb/sec", text)
     return float(match[1]) if match else None
 
 
 def local_identifier(text: str) -> int | None:
-    """Return a local identifier, 283 for `0x11b`, or None."""
+    """Parse a port's local identifier (LID): 283 for `0x11b`, or None for other text."""
     return int(text, 16) if re.fullmatch(r"0x[0-9a-f]{1,8}", text) else None
 
 
 def operational_state(text: str) -> int | None:
-    """Return a net device's state as the number of a port's: 4 for `up`, 1 for `down`; else None."""
+    """Parse a network interface's `operstate` into a port state: 4 for `up`, 1 for `down`, else None."""
     return {"up": 4, "down": 1, "lowerlayerdown": 1, "notpresent": 1}.get(text)
 
 
 def temperature(text: str) -> int | None:
-    """Return a hwmon temperature in thousandths of a degree."""
+    """Parse a hwmon temperature in thousandths of a degree Celsius, or return None for other text."""
     return int(text) if re.fullmatch(r"-?[0-9]{1,7}", text) else None
 
 
 def risen(last: int, number: int, wrap: int) -> int:
-    """Return how far a counter rose between two readings if its register wraps at `wrap`; 0 is never.
-
-    A fall by more than half the register's range is a wrap. Any other fall is a reset, after which it counts from 0.
-    """
+    """Return the increase from `last` to `number`. A fall by over half of `wrap` (0: none) is a wrap, else a reset."""
     if number >= last:
         return number - last
     return number - last + wrap if 2 * (last - number) > wrap > last else number
 
 
 class SysfsFile:
-    """Open file and the sample of its last content."""
+    """One open sysfs file of a port, and the sample of its content. `stuck` is the sample of a saturated counter."""
 
     __slots__ = ("data", "fd", "labels", "number", "parse", "path", "row", "sample", "stuck")
 
@@ -86,13 +83,13 @@ class SysfsFile:
         return True
 
     def take(self, data: bytes) -> None:
-        """Parse a new content into the sample."""
+        """Parse the file's new content into `number` and `sample`."""
         self.data = data
         self.number = self.parse(first_line(data))
         self.sample = None if self.number is None else (self.row, self.labels, self.number)
 
     def lose(self) -> None:
-        """Drop the sample, since the file cannot be read."""
+        """Drop content, number and sample, because the file cannot be read."""
         self.data, self.number, self.sample, self.stuck = b"", None, None, None
 
     def close(self) -> None:
@@ -108,7 +105,7 @@ class SysfsFile:
 
 
 class CounterFile(SysfsFile):
-    """Counter file whose count continues when its register wraps or is cleared."""
+    """Counter file of a port. Its total keeps rising when the hardware register wraps or is cleared."""
 
     __slots__ = ("_full", "_last", "_quiet", "_total", "_unit", "_wrap", "replaced")
 
@@ -122,7 +119,7 @@ class CounterFile(SysfsFile):
         self.replaced = False  # the device was replaced, so a fall is not a wrap
 
     def take(self, data: bytes) -> None:
-        """Add the register in `data` to the total. Data that is not a number gives no sample."""
+        """Add the register's increase to the total and update the sample. Text that is not a number gives none."""
         self.data = data
         self.stuck = self.sample = None
         number = counter(first_line(data))
@@ -136,17 +133,17 @@ class CounterFile(SysfsFile):
             self.sample = (self.row, self.labels, self._total * self._unit)
 
     def dump(self) -> tuple[int, int] | None:
-        """Return the count and the register, or None while the register alone is the count."""
+        """Return (total, register value) to store, or None while the register value alone is the total."""
         counts = self._total != self._last or 2 * self._last > self._wrap > 0
         return (self._total, self._last) if counts else None
 
     def resume(self, total: int, last: int, replaced: bool) -> None:
-        """Continue from the count and the register of an earlier process."""
+        """Continue from an earlier process. `replaced`: the register is another one, so a fall is not a wrap."""
         self._total, self._last, self.replaced = total, last, replaced
 
 
 def first_line(data: bytes) -> str:
-    """Return the first line without its line break, with invalid bytes replaced."""
+    """Return the first line as stripped text, with non-ASCII bytes replaced."""
     return data.decode("ascii", "replace").partition("\n")[0].strip()
 
 
@@ -171,7 +168,7 @@ def names(folder: str) -> list[str]:
 
 
 def signature(path: str) -> tuple[int, ...] | None:
-    """Return what changes when a file is replaced or a folder changes, or None if it does not exist."""
+    """Return inode, modification time and size of a file or folder, or None if absent. A change alters them."""
     try:
         status = os.stat(path)
     except OSError:

@@ -1,8 +1,8 @@
-"""History of one link: flaps, drops, and whether it is flapping.
+"""History of a port's link: numbers of flaps and drops, and whether the link is flapping.
 
-The limits are those of gpud's InfiniBand component (https://github.com/leptonai/gpud). Down for 25 s and back is a
-flap, three within 12 hours are flapping. Down for 4 minutes is a drop. Flapping ends by itself or by hand, so that one
-bad morning does not mark a port for ever. Pure: no clock, no file.
+A link that was down for 25 s or longer and is active again has flapped. After three flaps within 12 hours it is
+flapping, until an hour without a flap or until cleared by hand. Down for 4 minutes is a drop. The limits are those of
+gpud's InfiniBand component (https://github.com/leptonai/gpud).
 """
 
 from __future__ import annotations
@@ -15,15 +15,11 @@ DROP_SECONDS = 240.0
 FLAPPING_FLAPS, FLAPPING_SECONDS = 3, 12 * 3600.0
 HOLD_DOWN_SECONDS = 3600.0
 
-DOWN, ACTIVE = (0, 1), (4, 5)
+DOWN, ACTIVE = (0, 1), (4, 5)  # INIT and ARMED neither begin nor end an outage
 
 
 class Link:
-    """State machine of one link. Times are seconds on a monotonic clock.
-
-    Only a link that was active before can flap or drop. INIT and ARMED neither begin nor end an outage, and an
-    unreadable state changes nothing.
-    """
+    """State machine of one link, with times on a monotonic clock. Only a link that was once active flaps or drops."""
 
     def __init__(self) -> None:
         self.flaps = 0
@@ -35,7 +31,7 @@ class Link:
         self._recent: list[float] = []  # when it flapped, within FLAPPING_SECONDS
 
     def see(self, state: int | None, now: float) -> bool:
-        """Update with the state at this time. Return whether there is something new to store."""
+        """Update with the port state at time `now` (None: unreadable). Return whether there is a change to store."""
         before = (self.flaps, self.drops, self.flapping, self._was_active, self._down_since)
         if state in ACTIVE:
             if self._down_since is not None and now - self._down_since >= FLAP_SECONDS:
@@ -54,12 +50,12 @@ class Link:
         return before != (self.flaps, self.drops, self.flapping, self._was_active, self._down_since)
 
     def clear(self) -> None:
-        """Clear the flapping. The counts stay."""
+        """End the flapping now. The numbers of flaps and drops are kept."""
         self.flapping = False
         self._recent.clear()
 
     def dump(self, now: float, unix: float) -> dict[str, Any]:
-        """Return the state to store, with Unix times. `now` and `unix` are the same moment on the two clocks."""
+        """Return the state for `load`, with Unix times. `now` (monotonic) and `unix` are the same moment."""
         return {
             "flaps": self.flaps,
             "drops": self.drops,
@@ -72,7 +68,7 @@ class Link:
 
     @classmethod
     def load(cls, stored: Any, now: float, unix: float) -> Link:
-        """Return the stored link, or a new one if the content is invalid. Times in the future become now."""
+        """Return the link stored by `dump`, or a new link if `stored` is invalid. Future times become `now`."""
         link = cls()
         try:
             flaps, drops = int(stored["flaps"]), int(stored["drops"])

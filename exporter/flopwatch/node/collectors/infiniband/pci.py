@@ -10,22 +10,21 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-# From near to far: one switch (or none), several switches, the host bridge, one socket, another socket.
-LEVELS = ("PIX", "PXB", "PHB", "NODE", "SYS")
+LEVELS = ("PIX", "PXB", "PHB", "NODE", "SYS")  # from near: one switch, switches, host bridge, socket, other socket
 
 _HOST_BRIDGE = re.compile(r"pci[0-9a-f]{4,8}:[0-9a-f]{2}")
 _ADDRESS = re.compile(r"(?:([0-9a-f]{4,8}):)?([0-9a-f]{2}):([0-9a-f]{2})(?:\.([0-7]))?")
 
 
 class PciPlace(NamedTuple):
-    """Path from the host bridge to a PCI device; `numa` is its socket, -1 if unknown."""
+    """PCI addresses from the host bridge to a device, and the device's NUMA node (-1: unknown)."""
 
     path: tuple[str, ...]
     numa: int
 
 
 def address(text: str) -> str:
-    """Return a PCI address as sysfs writes it, `0000:53:00.0`, from NVML's `00000000:53:00.0`; empty if invalid."""
+    """Return a PCI address in sysfs' form `0000:53:00.0` from NVML's form `00000000:53:00.0`. Empty if invalid."""
     match = _ADDRESS.fullmatch(text.strip().lower())
     if match is None:
         return ""
@@ -34,7 +33,7 @@ def address(text: str) -> str:
 
 
 def place(link: Path) -> PciPlace | None:
-    """Return the position of the device behind a sysfs link, or None if it is absent or not a PCI device."""
+    """Return the PCI path and NUMA node of the device behind a sysfs link, or None if it is absent or not on PCI."""
     path = os.path.realpath(link).split("/")
     bridges = [index for index, name in enumerate(path) if _HOST_BRIDGE.fullmatch(name)]
     if not bridges or not link.exists():
@@ -52,18 +51,14 @@ def virtual(link: Path) -> bool:
 
 
 def given_away(function: Path) -> bool:
-    """Return whether a function serves a virtual machine, or a container that has its RDMA device.
-
-    The folder `infiniband` exists as long as the driver has an RDMA device. It looks empty while that device is in
-    another network namespace. A driver that failed or never started has no such folder.
-    """
+    """Return whether a PCI function serves a virtual machine, or a container that has its RDMA device."""
     driver = os.path.basename(os.path.realpath(function / "driver"))
     devices = function / "infiniband"
     return driver.startswith("vfio") or (devices.is_dir() and not any(devices.iterdir()))
 
 
 def affinity(one: PciPlace, other: PciPlace) -> str:
-    """Return the level of LEVELS between two devices."""
+    """Return how near two PCI devices are: PIX, PXB, PHB, NODE or SYS, as in `nvidia-smi topo -m`."""
     shared = 0
     for mine, theirs in zip(one.path, other.path, strict=False):
         if mine != theirs:

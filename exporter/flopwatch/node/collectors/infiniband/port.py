@@ -1,12 +1,12 @@
 """One InfiniBand, RoCE or EFA port: its files in sysfs, and its samples.
 
-Files: https://www.kernel.org/doc/Documentation/ABI/stable/sysfs-class-infiniband. Every read of `counters/` is a query
-to the firmware, and one in `hw_counters/` refreshes that folder for its `lifespan` (10 ms). Each file is read once per
-scrape. Files stay open and are read with pread, at a sixth of the cost of opening them.
+Files: https://www.kernel.org/doc/Documentation/ABI/stable/sysfs-class-infiniband. Each read in `counters/` queries the
+firmware. A read in `hw_counters/` refreshes that folder for its `lifespan` (10 ms). Files stay open and are read with
+pread, at a sixth of the cost of opening them.
 
-Missing on some hardware: `hw_counters/` (hfi1, mlx4), `counters/` (EFA, whose `state` and `rate` are constants). A
-counter reads `N/A (no PMA)` on iWARP, and ends in EINVAL on ports that the fabric manager owns. A refused file is
-retried more and more rarely, since the kernel logs each try. Of a port that refuses all files only one is retried.
+hfi1 and mlx4 have no `hw_counters/`. EFA has no `counters/`, and its `state` and `rate` are constants. A counter reads
+`N/A (no PMA)` on iWARP, and fails with EINVAL on ports that the fabric manager owns. The kernel logs such failures, so
+refused files are retried more and more rarely, and only one file if all are refused.
 """
 
 import errno
@@ -39,20 +39,17 @@ from flopwatch.node.collectors.infiniband.files import (
 from flopwatch.node.collectors.infiniband.link import ACTIVE, Link
 
 log = logging.getLogger(__name__)
-
-# Errors of a device that was removed. Its successor has other files.
-GONE = (errno.ENODEV, errno.ESTALE, errno.ENOENT)
-# Errors of a read that the firmware refuses. So many refused files of a kind, and no answer, stand for all.
+GONE = (errno.ENODEV, errno.ESTALE, errno.ENOENT)  # the device was removed, and its successor has other files
+# Errors of a read that the firmware refuses. After so many in a row for one kind of file, the others are not tried.
 REFUSED = (errno.EINVAL, errno.ENXIO)
 MAX_REFUSED = 3
-# Seconds until a refused file is read again, doubled each time up to the maximum.
-FIRST_WAIT, MAX_WAIT = 60.0, 3600.0
+FIRST_WAIT, MAX_WAIT = 60.0, 3600.0  # seconds until a refused file is read again, doubled up to the maximum
 
 COUNTERS = {file: row for row in all_metrics() if isinstance(row, PortCounter) for file in row.files}
 
 
 class Port:
-    """Open files of one port, and the history of its link. Unchanged samples are the same objects at every read."""
+    """The open sysfs files of a port, and the history of its link. An unchanged sample stays the same object."""
 
     def __init__(self, sysfs: str, device: str, port: str, pread: Pread = os.pread) -> None:
         self.labels = (device, port)
@@ -82,14 +79,14 @@ class Port:
         self._summary: list[Sample] = []
 
     def there(self) -> bool:
-        """Return whether the port is in /sys. Open its files again if its folders changed."""
+        """Return whether the port is in sysfs. Open its files again if its folders changed."""
         if all(signature(folder) == before for folder, before in self._folders.items()):
             return True
         self.open()
         return os.path.isdir(self._folder)
 
     def identify(self, host: str, inode: int) -> None:
-        """Read what seldom changes, and open the files. Another inode is a device that was replaced."""
+        """Read the port's labels and addresses, and open its files. A new `inode` means a replaced device."""
         if inode != self._inode:
             self._inode = inode
             self._refused.clear()
@@ -125,7 +122,7 @@ class Port:
         self.open()
 
     def _net_devices(self) -> list[str]:
-        """Return the port's net devices: first the RoCE one (a bond's), then those of its number."""
+        """Return the port's network interfaces: that of RoCE (or its bond) first, then those of its port number."""
         below = f"{self._device}/device/net"
         number = int(self.labels[1]) - 1
         mine = [name for name in names(below) if counter(first_line_of(f"{below}/{name}/dev_port")) in (None, number)]
@@ -133,11 +130,11 @@ class Port:
         return [first, *(name for name in mine if name != first)] if first else mine
 
     def uses(self, interfaces: set[str]) -> bool:
-        """Return whether the port has one of these interfaces."""
+        """Return whether one of these network interfaces belongs to the port."""
         return not interfaces.isdisjoint(self._net)
 
     def open(self) -> None:
-        """Open every present file, except refused ones."""
+        """Open every file of the port that exists, except those that the firmware refuses."""
         self.close()
         self._folders = {self._folder: signature(self._folder)}
         files = [*self._states(), *self._sensors(), *self._counters()]
@@ -148,13 +145,13 @@ class Port:
         self._summary = []
 
     def close(self) -> None:
-        """Close every file."""
+        """Close every open file."""
         for file in self._open:
             file.close()
         self._open = []
 
     def leave(self) -> None:
-        """Close every file of a missing port. Its counts and its link are kept for its return."""
+        """Close every file of a port that is missing now. Its counts and link history are kept for its return."""
         self.close()
         self._inode = 0
 
@@ -171,7 +168,7 @@ class Port:
             yield SysfsFile(f"{net}/carrier_changes", m.INFINIBAND_CARRIER_CHANGES_TOTAL, self.labels, counter)
 
     def _counters(self) -> Iterator[SysfsFile]:
-        """Yield the present counters, and the best of several files for one number."""
+        """Yield the port's counter files. Of several files for one count, yield only the best."""
         found: dict[str, list[str]] = {}
         for name in ("counters", "counters_ext", "hw_counters"):
             self._list(f"{self._folder}/{name}", name, found)
@@ -197,12 +194,12 @@ class Port:
         return result
 
     def _known_as(self, path: str) -> str:
-        """Return the name of a counter file in the catalogue."""
+        """Return a counter file's name in the catalogue: its path below the port, or `device/` and the rest."""
         ours = path.removeprefix(f"{self._folder}/")
         return ours if ours != path else f"device/{path.removeprefix(f'{self._device}/')}"
 
     def _list(self, folder: str, known_as: str, found: dict[str, list[str]]) -> None:
-        """Add the counters in a folder to `found`, by the name of their row."""
+        """Add the paths of known counter files in a folder to `found`, by the name of their row."""
         listed = names(folder)
         if listed:
             self._folders[folder] = signature(folder)
@@ -221,7 +218,7 @@ class Port:
                     yield SysfsFile(f"{folder}/{name}", m.INFINIBAND_TEMPERATURE_CELSIUS, labels, temperature)
 
     def read(self, now: float) -> tuple[list[Sample], bool]:
-        """Return the port's samples, and whether its link or its highest rate must be stored."""
+        """Return the port's samples, and whether its link history or highest rate changed and must be stored."""
         if self._refused and now >= self._ask_at:
             self._ask_again(now)
         samples: list[Sample] = []
@@ -251,13 +248,13 @@ class Port:
         return samples + self._summary, news
 
     def _ask_again(self, now: float) -> None:
-        """Open refused files whose wait is over."""
+        """Open again the refused files whose wait is over."""
         self._asking = {path: wait for path, (at, wait) in self._refused.items() if at <= now}
         self._refused = {path: entry for path, entry in self._refused.items() if path not in self._asking}
         self.open()
 
     def _hopeless(self, file: SysfsFile, failures: list[tuple[SysfsFile, int | None]]) -> bool:
-        """Return whether every file of this kind was refused so far. The rest is then refused as well."""
+        """Return whether all files of this kind read so far were refused, so that the rest need not be tried."""
         counts = isinstance(file, CounterFile)
         asked = self._open[: self._open.index(file) + 1]
         asked = [other for other in asked if isinstance(other, CounterFile) == counts]
@@ -265,7 +262,7 @@ class Port:
         return len(refused) == len(asked) >= (1 if len(self._asking) > MAX_REFUSED else MAX_REFUSED)
 
     def _failed(self, failures: list[tuple[SysfsFile, int | None]], now: float) -> None:
-        """Drop the samples of failed files, and close those refused or gone."""
+        """Drop the samples of failed files, and close files that are refused or whose device is gone."""
         for file, reason in failures:
             file.lose()
             if reason in GONE or reason in REFUSED:
@@ -287,12 +284,12 @@ class Port:
     def recall(
         self, expected: float | None, link: Link, counts: Mapping[str, tuple[int, int]], inode: int | None
     ) -> None:
-        """Continue with rate in Gb/s, link and counts of an earlier process; `inode` is None after another boot."""
+        """Continue from an earlier process: highest rate (Gb/s), link, counts, `inode` (None: before a reboot)."""
         self.expected, self.link, self._counts, self._counts_inode = expected, link, counts, inode
         self._summary = []
 
     def dump(self, now: float, unix: float) -> dict[str, Any]:
-        """Return the arguments of `recall` to store. `now` and `unix` are the same moment on the two clocks."""
+        """Return what `recall` restores. `now` and `unix` are one moment on the monotonic and the Unix clock."""
         counted = [file for file in self._files.values() if isinstance(file, CounterFile)]
         return {
             "gigabits": self.expected,
@@ -302,7 +299,7 @@ class Port:
         }
 
     def clear(self) -> None:
-        """Clear the flapping of the link."""
+        """End the flapping of the port's link now."""
         self.link.clear()
         self._summary = []
 
@@ -327,5 +324,5 @@ class Port:
 
 
 def _rank(path: str) -> tuple[int, bool]:
-    """Return the rank of one of several files for a number: its count, and its width."""
+    """Return the sort key of one of several files with the same count: its value, then whether it has 64 bits."""
     return counter(first_line_of(path)) or 0, "counters_ext" in path

@@ -1,7 +1,7 @@
-"""Role and rail of each port, from the PCI positions of ports and GPUs.
+"""Role and rail of each RDMA port, from the PCI places of ports and GPUs.
 
-Rail r is the r-th compute port in the order of the GPUs' module ids. A missing port keeps its place in the order, so
-that the others keep their rails. Roles follow NVSentinel's (https://github.com/NVIDIA/NVSentinel, NIC health monitor).
+Rail r is the r-th compute port, from 0, in the order of the nearest GPUs' module ids. Missing ports are counted too, so
+that the others keep their rails. Roles follow NVSentinel's NIC health monitor (https://github.com/NVIDIA/NVSentinel).
 """
 
 import math
@@ -15,7 +15,7 @@ NEAR = LEVELS[:2]  # one or several switches: no traffic through the processor
 
 
 class Gpu(NamedTuple):
-    """GPU and its PCI position."""
+    """GPU with its index, uuid and PCI place."""
 
     gpu: str
     uuid: str
@@ -23,7 +23,7 @@ class Gpu(NamedTuple):
 
 
 class RailPort(NamedTuple):
-    """Port and the PCI position of its adapter; `default_route` if the node's own traffic uses it."""
+    """RDMA port and the PCI place of its adapter. `default_route`: the host's default route uses it."""
 
     device: str
     port: str
@@ -34,14 +34,14 @@ class RailPort(NamedTuple):
 
 
 class Duty(NamedTuple):
-    """Role of a port (compute, storage, management) and its rail; empty if unknown."""
+    """Role of a port (compute, storage, management, or empty if unknown), and the rail number of a compute port."""
 
     role: str
     rail: str
 
 
 def module_order(gpus: Iterable[Mapping[str, str]]) -> list[Mapping[str, str]]:
-    """Return GPUs of the inventory by module id, then those without one by index."""
+    """Sort the info labels of GPUs by module id, and after these GPUs without module id by index."""
     return sorted(gpus, key=lambda gpu: (_number(gpu.get("module_id", "")), _number(gpu["gpu"]), gpu["uuid"]))
 
 
@@ -50,7 +50,7 @@ def _number(text: str) -> float:
 
 
 def duties(ports: Sequence[RailPort], gpus: Sequence[Gpu]) -> dict[RailPort, Duty]:
-    """Return the duty of each port; `gpus` are in module order."""
+    """Return the role and rail of each port. `gpus` must be sorted as by `module_order`."""
     nearest = {port: _nearest(port, gpus) for port in ports}
     roles = {port: _role(port, nearest[port], gpus) for port in ports}
     for port in _strangers([port for port in ports if roles[port] == "compute"], nearest):
@@ -62,7 +62,7 @@ def duties(ports: Sequence[RailPort], gpus: Sequence[Gpu]) -> dict[RailPort, Dut
 
 
 def affinities(ports: Sequence[RailPort], gpus: Sequence[Gpu]) -> list[tuple[str, str, str, str, str]]:
-    """Return (device, port, gpu, uuid, level) of the ports nearest to each GPU."""
+    """Return (device, port, GPU index, uuid, PCI level such as PIX) of the ports nearest to each GPU."""
     found = []
     for gpu in gpus:
         levels = [(affinity(port.place, gpu.place), port) for port in ports if port.place is not None]
@@ -72,7 +72,7 @@ def affinities(ports: Sequence[RailPort], gpus: Sequence[Gpu]) -> list[tuple[str
 
 
 def _nearest(port: RailPort, gpus: Sequence[Gpu]) -> tuple[str, int] | None:
-    """Return the level and the position of the first GPU nearest to a port."""
+    """Return the PCI level and the index in `gpus` of the GPU nearest to a port, or None without GPU or place."""
     if port.place is None or not gpus:
         return None
     level, index = min((LEVELS.index(affinity(port.place, gpu.place)), index) for index, gpu in enumerate(gpus))
@@ -95,10 +95,7 @@ def _role(port: RailPort, nearest: tuple[str, int] | None, gpus: Sequence[Gpu]) 
 
 
 def _strangers(compute: Sequence[RailPort], nearest: Mapping[RailPort, tuple[str, int] | None]) -> list[RailPort]:
-    """Return the ports below a GPU's switch whose adapter differs from the usual compute adapter there.
-
-    An XE9680 has a ConnectX-7 next to each GPU, and two ports for storage below one GPU of each socket.
-    """
+    """Return compute ports of an unusual adapter model, nearest to a GPU that also has a port of the usual model."""
     reached: dict[int, set[str]] = {}
     for port in compute:
         if (near := nearest[port]) is not None:

@@ -1,14 +1,11 @@
 """GPUs through NVML (`pynvml`, package nvidia-ml-py): https://docs.nvidia.com/deploy/nvml-api/.
 
-This module holds the session with the driver and finds missing GPUs. `card.py` reads one GPU. A value that a card
-lacks has no sample, and is requested once per initialization. nvmlDeviceGetPcieThroughput is never called, because it
-blocks for 20 ms per direction.
+`card.py` reads one GPU. nvmlDeviceGetPcieThroughput is never called, because it blocks for 20 ms per direction.
 
-A GPU of the inventory without values is attributed to one of three causes. The GPU (gpu_present 0): NVML reports it
-lost or in need of a reset, or other GPUs answer this process. The last rule covers error 999, which a GPU off the bus
-returns. The exporter (gpu_readable 0): the GPU's device file cannot be opened (`access.py`), no GPU answers and none is
-reported lost, or the library is missing. The driver (gpu_driver_loaded 0): NVML reports it not loaded, and
-/proc/driver/nvidia/version does not exist.
+A GPU of the inventory that does not answer has one of three causes. The GPU failed (gpu_present 0): NVML reports it
+lost or in need of a reset, or it fails (off the bus: with error 999) while other GPUs answer. This process lacks access
+(gpu_readable 0): the device file cannot be opened (`access.py`), no GPU answers and none is lost, or the library is
+missing. The driver is not loaded (gpu_driver_loaded 0), as NVML and /proc show.
 """
 
 import logging
@@ -27,8 +24,7 @@ from flopwatch.node.collectors.nvml.card import GONE, LACKING, OVER, REPLACED, U
 from flopwatch.node.collectors.nvml.library import NvmlLibrary
 from flopwatch.node.collectors.nvml.reads import READS
 
-# After a reset or a driver reload, NVML answers only after nvmlShutdown and nvmlInit. With a GPU that stays dead that
-# is wasted work. The first wait in seconds is doubled each time, up to the maximum.
+# Seconds until NVML is initialized again, without which a reset GPU stays silent. Doubled each time up to the maximum.
 REINITIALIZE_AFTER, REINITIALIZE_AT_LEAST_EVERY = 15.0, 240.0
 
 DRIVER_NOT_LOADED, LIBRARY_NOT_FOUND = 9, 12  # nvmlReturn_t
@@ -37,10 +33,10 @@ log = logging.getLogger(__name__)
 
 
 class Nvml:
-    """GPUs of this node.
+    """Collector of this host's GPUs through `library`, the pynvml module.
 
-    `library` is the pynvml module. `inventory` is the file of this node's GPUs, `source` the label of gpu_info (nvml,
-    or simulated). `runtime` is the file of each GPU's MIG instances, processes and links that were once up.
+    `inventory` is the file of all GPUs ever seen. `source` is the label of gpu_info (nvml, or simulated). `runtime` is
+    the file of each GPU's MIG instances, processes and links that were once up.
     """
 
     name = "nvml"
@@ -84,7 +80,7 @@ class Nvml:
             raise AccessLost(f"the driver does not answer this process:  {error}", self._unreadable()) from error
 
     def close(self) -> None:
-        """Release every handle and buffer of the driver."""
+        """Free all of NVML's handles and buffers, and end the session with the driver."""
         for card in self._cards.values():
             card.stop_meters()
         self._cards.clear()
@@ -106,7 +102,7 @@ class Nvml:
                 found[card.identity["uuid"]] = card.identity
                 answers[card.identity["uuid"]] = card.read()
             except Exception as error:
-                # Isolate one GPU from the next, also from errors of pynvml itself.
+                # An error of one GPU, or of pynvml itself, must not cost the other GPUs.
                 if code_of(self._nvml, error) in OVER:
                     raise
                 if code_of(self._nvml, error) is None:
@@ -141,15 +137,10 @@ class Nvml:
                 samples += answers[uuid]
             else:
                 samples.append(silent(part["gpu"], uuid, part["pci_bus_id"]))
-        # A GPU whose uuid was never read has an empty label.
-        return samples + [silent(gpu, "", "") for gpu in sorted(unnamed, key=int)]
+        return samples + [silent(gpu, "", "") for gpu in sorted(unnamed, key=int)]  # no uuid was ever read
 
     def _renumbered(self, count: int, found: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:
-        """Return the missing GPUs whose index another GPU now has, under the indices that stay silent.
-
-        NVML numbers GPUs by PCI bus id, so both are paired in that order. If their counts differ, the pairing is
-        unknown.
-        """
+        """Return missing GPUs whose index another GPU now has, each under a free index that gives no answer."""
         taken = {identity["gpu"] for identity in found.values()}
         missing = {uuid: part for uuid, part in self._inventory.parts.items() if uuid not in found}
         named = taken | {part["gpu"] for part in missing.values()}
@@ -161,7 +152,7 @@ class Nvml:
         return {uuid: {**missing[uuid], "gpu": gpu} for uuid, gpu in zip(displaced, silent, strict=True)}
 
     def _withheld(self, uuid: str, pci_bus_id: str, error: Exception | None, others: bool) -> bool:
-        """Return whether this process, and not the GPU, may be at fault when a GPU is silent."""
+        """Return whether a GPU may be silent because this process lacks access. `others`: other GPUs answer."""
         code = None if error is None else code_of(self._nvml, error)
         if code in GONE:
             return False
@@ -170,19 +161,19 @@ class Nvml:
         return access.denied(pci_bus_id, self._minors.get(uuid), self._proc, self._dev)
 
     def _unreadable(self) -> list[Sample]:
-        """Return the info and gpu_readable 0 of every GPU of the inventory, for when none can be read."""
+        """Return gpu_info and gpu_readable 0 of every GPU in the inventory, for a read in which no GPU answers."""
         parts = self._inventory.parts
         return self._inventory.info() + [(m.GPU_READABLE, (part["gpu"], uuid), 0) for uuid, part in parts.items()]
 
     def _report(self, what: str, error: Exception) -> None:
-        """Log an error that is not NVML's, each kind once."""
+        """Log an error other than NVMLError, once for each `what` and type of error."""
         kind = what, type(error).__name__
         if kind not in self._reported:
             self._reported.add(kind)
             log.warning("%s cannot be read", what, exc_info=error)
 
     def _store(self, answers: dict[str, list[Sample]]) -> None:
-        """Store MIG instances, processes and links for other sources. A silent GPU keeps its last ones."""
+        """Write MIG instances, pids and links for other collectors. A GPU without answer keeps its last ones."""
         for card in self._cards.values():
             if card.identity["uuid"] in answers:
                 self._stored[card.identity["uuid"]] = {
@@ -195,7 +186,7 @@ class Nvml:
             self._runtime.save(self._stored)
 
     def _count(self) -> int | None:
-        """Return the number of GPUs, after a due initialization. Return None if no driver is loaded."""
+        """Return the number of GPUs, or None if no driver is loaded. Initialize NVML first when that is due."""
         nvml = self._nvml
         now = self._clock()
         if self._initialized_at is not None and not self._suspect:
@@ -222,7 +213,7 @@ class Nvml:
             return None
 
     def _card(self, index: int) -> NvmlCard:
-        """Return the GPU at an index, the same one until the next initialization."""
+        """Return the object of the GPU at an NVML index. It is kept until NVML's next initialization."""
         if index not in self._cards:
             nvml = self._nvml
             handle = nvml.nvmlDeviceGetHandleByIndex(index)
@@ -234,7 +225,7 @@ class Nvml:
         return self._cards[index]
 
     def _identity(self, handle: Any, index: str) -> dict[str, str]:
-        """Return the gpu_info labels of one GPU."""
+        """Return the gpu_info labels of the GPU with this NVML handle."""
         nvml = self._nvml
         uuid: str = nvml.nvmlDeviceGetUUID(handle)
         remembered = self._inventory.parts.get(uuid, {})
@@ -272,7 +263,7 @@ class Nvml:
         }
 
     def _forget_replaced(self, found: dict[str, dict[str, str]]) -> None:
-        """Drop missing GPUs whose slot holds a GPU new to this node. A known GPU there was only renumbered."""
+        """Remove missing GPUs from the inventory if a GPU new to this host is in their PCI slot."""
         parts = self._inventory.parts
         newcomers = {identity["pci_bus_id"] for uuid, identity in found.items() if uuid not in parts} - {""}
         for uuid in [uuid for uuid, part in parts.items() if part["pci_bus_id"] in newcomers]:
@@ -280,7 +271,7 @@ class Nvml:
 
 
 def numa_node(sysfs: Path, pci_bus_id: str) -> str:
-    """Return the NUMA node of a PCI device, such as 00000000:53:00.0 in NVML's form. Empty if unknown."""
+    """Return the NUMA node of the PCI device at an address such as 00000000:53:00.0 (NVML's form). Empty if unknown."""
     try:
         node = int((sysfs / "bus/pci/devices" / access.kernel_address(pci_bus_id) / "numa_node").read_text())
     except (OSError, ValueError):
@@ -289,7 +280,7 @@ def numa_node(sysfs: Path, pci_bus_id: str) -> str:
 
 
 def stored_state(file: Path) -> dict[str, dict[str, list[Any]]]:
-    """Return the stored MIG instances, processes and links of each GPU, without invalid entries."""
+    """Return MIG instances, pids and links by GPU uuid from the `runtime` file of Nvml, without invalid entries."""
     stored = {uuid: about for uuid, about in StateFile(file).load().items() if isinstance(about, dict)}
     return {
         uuid: {name: about[name] if isinstance(about.get(name), list) else [] for name in ("mig", "pids", "links")}
@@ -298,7 +289,7 @@ def stored_state(file: Path) -> dict[str, dict[str, list[Any]]]:
 
 
 def build(host: str, inventory: str, runtime: str = "", sysfs: str = "/sys") -> Nvml:
-    """Return the collector of this machine's GPUs. Raises Unsupported without pynvml."""
+    """Return the NVML collector of this host's GPUs. Raises Unsupported if pynvml is not installed."""
     try:
         import pynvml
     except ImportError as error:

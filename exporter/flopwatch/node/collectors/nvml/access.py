@@ -1,8 +1,8 @@
-"""Access of this process to the driver outside NVML, which separates a dead GPU from a withheld one.
+"""Check outside NVML whether this process can access a GPU, to distinguish denied access from a failed GPU.
 
-The driver lists its GPUs in /proc/driver/nvidia, which containers share with their node unless it is covered
-(https://docs.nvidia.com/datacenter/driver/README.txt, "The /proc Filesystem Interface"), and which gVisor lacks.
-access(2) checks file modes and the device cgroup, and opens nothing.
+The driver lists its GPUs in /proc/driver/nvidia (https://docs.nvidia.com/datacenter/driver/README.txt, "The /proc
+Filesystem Interface"). A container sees its node's list, unless a mount hides it or gVisor runs the container.
+access(2) checks file modes and the device cgroup without opening the device.
 """
 
 import os
@@ -11,22 +11,18 @@ from pathlib import Path
 
 
 def kernel_address(pci_bus_id: str) -> str:
-    """Return 0000:53:00.0 for the PCI address that NVML writes as 00000000:53:00.0."""
+    """Return a PCI address as the kernel writes it, 0000:53:00.0, from NVML's form 00000000:53:00.0."""
     domain, _, rest = pci_bus_id.lower().partition(":")
     return f"{domain.lstrip('0').rjust(4, '0')}:{rest}"
 
 
 def driver_loaded(proc: Path) -> bool:
-    """Return whether the driver is loaded, according to /proc/driver/nvidia/version."""
+    """Return whether /proc/driver/nvidia/version exists, which means that the NVIDIA driver is loaded."""
     return (proc / "driver/nvidia/version").exists()
 
 
 def denied(pci_bus_id: str, seen: int | None, proc: Path, dev: Path) -> bool:
-    """Return whether the GPU exists and this process cannot open its device file.
-
-    The GPU exists if the driver lists it. Without that list, `seen` decides: the minor number of its device file that
-    NVML reported before. A GPU missing from the list is gone, whatever became of its file.
-    """
+    """Return whether the driver has a GPU whose device file this process may not open. `seen`: last known minor."""
     gpus = proc / "driver/nvidia/gpus"
     try:
         information = (gpus / kernel_address(pci_bus_id) / "information").read_text(errors="replace")

@@ -1,8 +1,7 @@
-"""One GPU through NVML: its calls, their intervals, and what is remembered of their answers.
+"""One GPU through NVML: its calls, their intervals, and what is kept of their answers.
 
-A call or field that the card, the driver or this user lacks is requested once per initialization. Every other error,
-also one of pynvml itself, costs the values of that call in that read. The calls:
-https://docs.nvidia.com/deploy/nvml-api/.
+A call or field that the GPU, the driver or this user lacks is requested once per initialization. Any other error, also
+of pynvml itself, costs one read the values of that call. https://docs.nvidia.com/deploy/nvml-api/.
 """
 
 from __future__ import annotations
@@ -21,14 +20,10 @@ from flopwatch.node.collectors.nvml import fields, gpm
 from flopwatch.node.collectors.nvml.fields import Key, Value
 from flopwatch.node.collectors.nvml.library import Handle, NvmlLibrary
 
-# nvmlReturn_t of a GPU that no longer answers: NVML_ERROR_GPU_IS_LOST, NVML_ERROR_RESET_REQUIRED.
-GONE = (15, 16)
-# Of a session that has ended: NVML_ERROR_UNINITIALIZED, and NVML_ERROR_LIB_RM_VERSION_MISMATCH after a driver upgrade.
-UNINITIALIZED, REPLACED = 1, 18
+GONE = (15, 16)  # nvmlReturn_t of a GPU that no longer answers: GPU_IS_LOST, RESET_REQUIRED
+UNINITIALIZED, REPLACED = 1, 18  # of a session that ended: UNINITIALIZED, LIB_RM_VERSION_MISMATCH (driver upgrade)
 OVER = (UNINITIALIZED, REPLACED)
-# Of a process without access: NVML_ERROR_NO_PERMISSION, and NVML_ERROR_OPERATING_SYSTEM or _UNKNOWN after the loss of a
-# device file or of the cgroup's permission. A GPU off the bus returns _UNKNOWN as well.
-BLIND = (4, 17, 999)
+BLIND = (4, 17, 999)  # of a process without access: NO_PERMISSION, OPERATING_SYSTEM, UNKNOWN (also off the bus)
 # Of a call that cannot succeed before the next initialization: NVML_ERROR_INVALID_ARGUMENT, _NOT_SUPPORTED,
 # _NO_PERMISSION, _FUNCTION_NOT_FOUND, _ARGUMENT_VERSION_MISMATCH, _DEPRECATED.
 LACKING = (2, 3, 4, 13, 25, 26)
@@ -38,13 +33,13 @@ Values = Iterator[Value]
 
 
 def code_of(nvml: NvmlLibrary, error: Exception | None) -> int | None:
-    """Return the nvmlReturn_t of an error, or None if it is not NVML's."""
+    """Return the nvmlReturn_t of an NVMLError, or None for any other error."""
     return error.value if isinstance(error, nvml.NVMLError) else None
 
 
 @dataclass
 class Past:
-    """State that outlives a session with the driver. `seen` are the series that had a value other than 0."""
+    """State of one GPU that outlives a session with the driver. `seen` are the series that were once not 0."""
 
     seen: set[tuple[Metric, tuple[str, ...]]] = field(default_factory=set)
     links: fields.Links = field(default_factory=fields.Links)
@@ -56,10 +51,10 @@ class Past:
 
 @dataclass(frozen=True, eq=False)
 class Read:
-    """One call, the unit that a card may not support. An error costs only the values of this call.
+    """NVML function `name`, which a GPU may lack, and the generator `values` that calls it and yields readings.
 
-    `every` is in seconds, 0 for each read. `needs` are further names that the library must have. `instead_of`: only on
-    a card that has none of these fields and calls. `whole`: not in MIG mode.
+    `every` is the interval in seconds, 0 for every read. `needs` are further names that pynvml must have. `instead_of`:
+    only on a GPU that lacks all these fields and calls. `whole`: not in MIG mode.
     """
 
     name: str
@@ -71,7 +66,7 @@ class Read:
 
 
 class NvmlCard:
-    """One GPU between nvmlInit and nvmlShutdown: what it lacks, and its last readings."""
+    """One GPU between nvmlInit and nvmlShutdown, with the calls and fields it lacks and its last readings."""
 
     def __init__(
         self,
@@ -96,14 +91,14 @@ class NvmlCard:
         self.incomplete = False  # set by a read whose values count and that must be repeated at once
         self.unasked = False  # set by a read that has values without a call of the driver
         self._clock, self._reads = clock, reads
-        self._unaskable: dict[Key, int] = {}  # fields that make a whole call fail
+        self._unaskable: dict[Key, int] = {}  # nvmlReturn_t of fields that make a whole call fail
         self._meters: dict[str, gpm.Meter] = {}
         self._held: dict[Read, list[Sample]] = {}
         self._due: dict[Read, float] = {}
         self._worked = False
 
     def read(self) -> list[Sample]:
-        """Return the GPU's samples. Raises NVMLError if it is gone, or the last error if nothing could be read."""
+        """Return the GPU's samples. Raises NVMLError if GPU or session is lost, and any error if no call worked."""
         now = self._clock()
         samples: list[Sample] = []
         worked = False
@@ -149,14 +144,14 @@ class NvmlCard:
         )
 
     def forget(self) -> None:
-        """Request every call and field again, also those that the card lacked in its former mode."""
+        """Make the next read request every call and field again, also those that the GPU lacked before."""
         self.lacks = {read: code for read, code in self.lacks.items() if code == FUNCTION_NOT_FOUND}
         self._due.clear()
         self._unaskable.clear()
         self.latest.clear()
 
     def ask(self, keys: list[Key]) -> tuple[dict[Key, Any], dict[Key, int]]:
-        """Return the nvmlFieldValue_t of the fields that have one, and the nvmlReturn_t of the others."""
+        """Request fields. Return the nvmlFieldValue_t of answered ones, and the nvmlReturn_t of refused ones."""
         answers = self._ask([key for key in keys if key not in self._unaskable])
         refused = {key: value.nvmlReturn for key, value in answers.items() if value.nvmlReturn != 0}
         for code in refused.values():
@@ -166,7 +161,7 @@ class NvmlCard:
         return {key: value for key, value in answers.items() if key not in refused}, refused
 
     def _ask(self, keys: list[Key]) -> dict[Key, Any]:
-        """Return the answers. A call that is invalid as a whole, or too long, is repeated in two halves."""
+        """Return the raw answers by key. A call that NVML refuses as a whole is repeated in two halves."""
         if not keys:
             return {}
         try:
@@ -181,13 +176,13 @@ class NvmlCard:
         return self._ask(keys[:middle]) | self._ask(keys[middle:])
 
     def notable(self, row: Metric, labels: tuple[str, ...], number: float) -> bool:
-        """Return whether a series that is left out until it is not 0 has a sample now."""
+        """Return whether to report `number`: it is not 0, or an earlier number of this series was not."""
         if number != 0:
             self.past.seen.add((row, labels))
         return (row, labels) in self.past.seen
 
     def meter(self, instance: str | None = None) -> gpm.Meter:
-        """Return the meter of the GPU's activity, or of one of its GPU instances."""
+        """Return the GPM meter of the whole GPU, or of the GPU instance with this id."""
         name = "" if instance is None else instance
         if name not in self._meters:
             take = partial(self.nvml.nvmlGpmSampleGet, self.handle)
@@ -199,7 +194,7 @@ class NvmlCard:
         return self._meters[name]
 
     def stop_meters(self) -> None:
-        """Count up to now and free NVML's samples. The counters continue from there."""
+        """Add the activity up to now to the totals and free the meters' NVML samples."""
         for meter in self._meters.values():
             with suppress(self.nvml.NVMLError):
                 meter.advance()

@@ -1,9 +1,8 @@
-"""Table of the fields of nvmlDeviceGetFieldValues and their series, and NVML's number formats. No call of NVML.
+"""Tables of the NVML fields that nvmlDeviceGetFieldValues reads and their series, and parsers of their values.
 
 Field ids, value types, link states and the fabric's health mask are those of nvml.h,
-https://docs.nvidia.com/deploy/nvml-api/. They are numbers because the names differ between releases of pynvml. Missing:
-fields 161-163 on NVLink 5 and 206-222 before it, 193-196 before Ada, 269-271 and 293 on older drivers, 29-31 from
-Ampere on.
+https://docs.nvidia.com/deploy/nvml-api/. Their names differ between releases of pynvml. Missing are fields 161-163 on
+NVLink 5, 206-222 before NVLink 5, 193-196 before Ada, 269-271 and 293 on older drivers, 29-31 from Ampere on.
 """
 
 import math
@@ -14,25 +13,21 @@ from typing import Any
 from flopwatch import catalogue as m
 from flopwatch.catalogue import Metric
 
-# A field id and its scope: 0, a link's number, or one of these.
-Key = tuple[int, int]
+Key = tuple[int, int]  # field id, and scope: 0, a link's number, ALL_LINKS or MODULE
 ALL_LINKS = 0xFFFFFFFF
 MODULE = 1
 
-# One reading: the row, its labels after (gpu, uuid), and the source's own number.
-Value = tuple[Metric, tuple[str, ...], float]
-
-# nvmlValueType_t is the index of the member of nvmlValue_t that holds the number.
-VALUE_MEMBERS = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
+Value = tuple[Metric, tuple[str, ...], float]  # reading: row, labels after (gpu, uuid), number in NVML's unit
+VALUE_MEMBERS = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")  # of nvmlValue_t, by nvmlValueType_t
 SIGNED = ("sllVal", "siVal")
 
 
 @dataclass(frozen=True)
 class NvmlField:
-    """Field of the GPU as a whole.
+    """NVML field of the whole GPU, and its series.
 
-    `once`: left out until it is not 0. `instead_of`: requested only on a card that lacks that field. `signed`: may be
-    below 0 even where the driver declares the type unsigned. `factor` converts the number to the row's unit.
+    `once`: no series until its number is first not 0. `instead_of`: requested only on a GPU that lacks that field.
+    `signed`: may be below 0 even where the driver declares the type unsigned. `factor` multiplies the number.
     """
 
     id: int
@@ -46,7 +41,7 @@ class NvmlField:
 
     @property
     def key(self) -> Key:
-        """Return the id and scope that NVML's answer repeats."""
+        """Return the field's id and scope, which identify it in NVML's answer."""
         return self.id, self.scope
 
 
@@ -55,7 +50,6 @@ NVLINK_DATA_SENT, NVLINK_DATA_RECEIVED = (138, ALL_LINKS), (139, ALL_LINKS)
 PCIE_SENT, PCIE_RECEIVED = (197, 0), (198, 0)
 
 # fmt: off
-# Tables: the formatter would print one entry a line.
 CLOCK_SECONDS = {74: "sw_power_cap", 76: "sync_boost", 269: "sw_thermal_slowdown", 270: "hw_thermal_slowdown",
                  271: "hw_power_brake_slowdown"}
 OLD_SECONDS = {75: "thermal", 77: "board_limit", 78: "low_utilization", 79: "reliability"}
@@ -63,8 +57,7 @@ PCIE_ERRORS = {95: "replay_rollover", 169: "l0_to_recovery", 174: "nak_received"
                177: "nak_sent", 178: "bad_dllp", 181: "unsupported_request", 182: "lcrc", 183: "lane"}
 # fmt: on
 
-# Requested at every read.
-FAST = (
+FAST = (  # requested at every read
     NvmlField(82, m.GPU_MEMORY_TEMPERATURE_CELSIUS),
     NvmlField(83, m.GPU_ENERGY_JOULES_TOTAL),
     *(NvmlField(id, m.GPU_CLOCK_EVENT_SECONDS_TOTAL, (event,)) for id, event in CLOCK_SECONDS.items()),
@@ -80,8 +73,7 @@ FAST = (
     NvmlField(140, m.NVLINK_TRANSMIT_RAW_BYTES_TOTAL, scope=ALL_LINKS),
     NvmlField(141, m.NVLINK_RECEIVE_RAW_BYTES_TOTAL, scope=ALL_LINKS),
 )
-# Requested seldom: they rise by single events or hardly ever change.
-SLOW = (
+SLOW = (  # requested seldom: they rise by single events or hardly ever change
     NvmlField(5, m.GPU_ECC_LIFETIME_ERRORS_TOTAL, ("corrected",)),
     NvmlField(6, m.GPU_ECC_LIFETIME_ERRORS_TOTAL, ("uncorrected",)),
     NvmlField(142, m.GPU_REMAPPED_ROWS_TOTAL, ("corrected",)),
@@ -101,8 +93,7 @@ SLOW = (
     NvmlField(180, m.GPU_PCIE_ERRORS_TOTAL, ("fatal",)),
     *(NvmlField(id, m.GPU_PCIE_ERRORS_TOTAL, (error,), once=True) for id, error in PCIE_ERRORS.items()),
 )
-# NVLink 3 and older count per GPU. Requested on a GPU with links if none has 161-163.
-OLD_LINKS = (
+OLD_LINKS = (  # per GPU on NVLink 3 and older, requested if no link has fields 161-163
     NvmlField(52, m.NVLINK_ERRORS_TOTAL, ("replay",)),
     NvmlField(59, m.NVLINK_ERRORS_TOTAL, ("recovery",)),
     NvmlField(38, m.NVLINK_ERRORS_TOTAL, ("crc",)),
@@ -114,47 +105,40 @@ LINK_COUNT = (91, 0)
 LINK_SPEED, LINK_STATE, LINK_VERSION = 164, 165, 166
 LINK_STATES = {0: "inactive", 1: "active", 2: "sleep", 3: "disabled"}
 ACTIVE, SLEEP = 1, 2
-# NVML_NVLINK_VERSION_*.
-LINK_VERSIONS = {1: "1.0", 2: "2.0", 3: "2.2", 4: "3.0", 5: "3.1", 6: "4.0", 7: "5.0", 8: "6.0"}
+LINK_VERSIONS = {1: "1.0", 2: "2.0", 3: "2.2", 4: "3.0", 5: "3.1", 6: "4.0", 7: "5.0", 8: "6.0"}  # NVML_NVLINK_VERSION_
 # fmt: off
-# Tables: the formatter would print one entry a line.
 LINK_ERRORS = {
     161: "replay", 162: "recovery", 163: "crc", 206: "malformed_packet", 207: "buffer_overrun", 208: "receive",
     209: "remote", 210: "general", 211: "local_integrity", 212: "transmit_discard", 215: "recovery",
     214: "recovery_failed", 219: "effective", 221: "symbol",
 }
 LINK_BYTES = {202: m.NVLINK_TRANSMIT_BYTES_TOTAL, 204: m.NVLINK_RECEIVE_BYTES_TOTAL}
-# The payload of all links together. Where a card has it, the links are not summed.
-INSTEAD_OF_LINKS = {202: NVLINK_DATA_SENT, 204: NVLINK_DATA_RECEIVED}
+INSTEAD_OF_LINKS = {202: NVLINK_DATA_SENT, 204: NVLINK_DATA_RECEIVED}  # of all links together, where a GPU has it
 LINK_BERS = {293: m.NVLINK_RAW_BIT_ERROR_RATIO, 220: m.NVLINK_EFFECTIVE_BIT_ERROR_RATIO,
              222: m.NVLINK_SYMBOL_BIT_ERROR_RATIO}
 PER_LINK = (LINK_STATE, LINK_SPEED, LINK_VERSION, *LINK_ERRORS, *LINK_BYTES, *LINK_BERS)
 
-# nvmlClocksEventReason*, with the names nvidia-smi uses.
-CLOCK_EVENTS = {
+CLOCK_EVENTS = {  # nvmlClocksEventReason*, with the names nvidia-smi uses
     0x1: "gpu_idle", 0x2: "applications_clocks_setting", 0x4: "sw_power_cap", 0x8: "hw_slowdown", 0x10: "sync_boost",
     0x20: "sw_thermal_slowdown", 0x40: "hw_thermal_slowdown", 0x80: "hw_power_brake_slowdown",
     0x100: "display_clock_setting",
 }
 
-# NVML_GPU_FABRIC_HEALTH_MASK_*: the first of two bits (0 not supported, 1 yes, 2 no), and the value that is a fault.
-# The last two report a partition and a connection to the fabric manager.
-FABRIC_FAULTS = {
+FABRIC_FAULTS = {  # NVML_GPU_FABRIC_HEALTH_MASK_*: first of two bits (0 not supported, 1 yes, 2 no), faulty value
     0: ("degraded_bandwidth", 1), 2: ("route_recovery", 1), 4: ("route_unhealthy", 1), 6: ("access_timeout", 1),
     12: ("no_partition", 2), 14: ("manager_disconnected", 2),
 }
 # fmt: on
-# Four bits from here on: 0 not supported, 1 none, other values a kind of wrong configuration.
-FABRIC_CONFIGURATION_SHIFT = 8
+FABRIC_CONFIGURATION_SHIFT = 8  # four bits: 0 not supported, 1 none, others a kind of wrong configuration
 
 
 def known(number: float) -> bool:
-    """Return whether a number is available. All ones, in 32 or 64 bits, is NVML's "not available"."""
+    """Return whether an NVML number is available. NaN, or all ones in 32 or 64 bits, means "not available"."""
     return number not in (2**32 - 1, 2**64 - 1) and not math.isnan(number)
 
 
 def number(value: Any, signed: bool = False) -> float | None:
-    """Return the number in an nvmlFieldValue_t, or None if it is not available or has an unknown type."""
+    """Return the number in an nvmlFieldValue_t, or None if unavailable. `signed` reads an unsigned type as signed."""
     if not 0 <= value.valueType < len(VALUE_MEMBERS):
         return None
     member = VALUE_MEMBERS[value.valueType]
@@ -168,13 +152,13 @@ def number(value: Any, signed: bool = False) -> float | None:
 
 
 def bit_error_ratio(raw: int) -> float:
-    """Return the ratio in fields 220, 222 and 293: bits 0-7 exponent, 8-11 mantissa. 15 and 255 stand for 0."""
+    """Return the ratio in NVLink field 220, 222 or 293: bits 8-11 times 10 to the power of -(bits 0-7). 0xFFF is 0."""
     exponent, mantissa = raw & 0xFF, raw >> 8 & 0xF
     return 0.0 if (mantissa, exponent) == (15, 255) else mantissa * 10.0**-exponent
 
 
 def fabric_faults(mask: int) -> dict[str, bool]:
-    """Return each fault that the health mask reports, and whether it is present."""
+    """Return by name whether each fault in NVML's fabric health mask is present, without unsupported ones."""
     bits = {name: (mask >> shift & 0x3, fault) for shift, (name, fault) in FABRIC_FAULTS.items()}
     configuration = mask >> FABRIC_CONFIGURATION_SHIFT & 0xF
     faults = {name: value == fault for name, (value, fault) in bits.items() if value != 0}
@@ -183,10 +167,10 @@ def fabric_faults(mask: int) -> dict[str, bool]:
 
 @dataclass
 class Links:
-    """State of a GPU's links, so that a link that cannot be read takes nothing out of a sum.
+    """NVLinks of one GPU, with their last counts, so that an unreadable link does not lower the sum over all links.
 
-    `counts` is by field id and link. `once_up` are the links that were up once: unconnected ones never are. `fallen`
-    are those of them seen down since. `failed` are pairs of link and error seen above 0.
+    `counts` are by field id and link. `once_up` are the links ever seen up, so no unconnected ones. `fallen` are those
+    of `once_up` seen down since. `failed` are pairs (error field id, link) whose count was once above 0.
     """
 
     counts: dict[int, dict[int, float]] = field(default_factory=dict)
@@ -195,7 +179,7 @@ class Links:
     failed: set[tuple[int, int]] = field(default_factory=set)
 
     def take(self, numbers: Mapping[Key, float]) -> list[Value]:
-        """Return the series of readings of PER_LINK fields, by field id and link."""
+        """Update the links from numbers of PER_LINK fields by (field id, link). Return the GPU's NVLink readings."""
         by_id: dict[int, dict[int, float]] = {}
         for (field_id, link), value in numbers.items():
             by_id.setdefault(field_id, {})[link] = value
@@ -246,7 +230,7 @@ class Links:
         return values
 
     def _sum(self, field_id: int, by_id: Mapping[int, Mapping[int, float]]) -> float:
-        """Return the sum over all links, with the last number of links that cannot be read now."""
+        """Return a field's sum over all links. An unreadable link counts with its last number."""
         last, now = self.counts.get(field_id, {}), by_id[field_id]
         if any(count < last.get(link, 0) for link, count in now.items()):
             last = {}  # the GPU was reset, and its unreadable links with it

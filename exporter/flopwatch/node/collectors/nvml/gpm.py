@@ -1,7 +1,7 @@
-"""GPU performance monitoring (GPM): activity of the parts of a GPU, as counters.
+"""NVML's GPU performance monitoring (GPM): activity of SMs, pipes, memory and links, as counters.
 
-Two samples of the hardware counters give the mean over the time between them. Mean times time, summed, is a counter.
-https://docs.nvidia.com/deploy/nvml-api/group__nvmlGpmFunctions.html. Hopper and later; before that only DCGM has these
+NVML returns means over the time between two samples of the hardware counters. A counter is the sum of mean times
+interval. https://docs.nvidia.com/deploy/nvml-api/group__nvmlGpmFunctions.html. Before Hopper only DCGM has these
 numbers. While a profiler (Nsight, CUPTI) holds the hardware counters, the profiled seconds do not rise.
 """
 
@@ -16,12 +16,10 @@ from flopwatch.catalogue import Metric
 from flopwatch.node.collectors.nvml.fields import Value
 from flopwatch.node.collectors.nvml.library import NvmlGpm, Struct
 
-# NVML requires at least so many seconds between two samples.
-SHORTEST_INTERVAL = 0.1
+SHORTEST_INTERVAL = 0.1  # seconds between two samples, the least that NVML allows
 MEBIBYTE = 1 << 20
 
-# nvmlGpmMetricId_t of the activities, in percent.
-WHOLE_GPU: dict[int, Metric] = {
+WHOLE_GPU: dict[int, Metric] = {  # by nvmlGpmMetricId_t, in percent
     1: m.GPU_GRAPHICS_ACTIVE_SECONDS_TOTAL,
     2: m.GPU_SM_ACTIVE_SECONDS_TOTAL,
     3: m.GPU_SM_OCCUPANCY_SECONDS_TOTAL,
@@ -34,21 +32,20 @@ MIG_INSTANCE: dict[int, Metric] = {
     10: m.GPU_MIG_DRAM_ACTIVE_SECONDS_TOTAL,
 }
 PIPES = {4: "integer", 11: "fp64", 12: "fp32", 13: "fp16", 7: "tensor_hmma", 8: "tensor_dmma", 9: "tensor_imma"}
-# The traffic, in MiB/s.
-PCIE_SENT, PCIE_RECEIVED, NVLINK_RECEIVED, NVLINK_SENT = 20, 21, 60, 61
+PCIE_SENT, PCIE_RECEIVED, NVLINK_RECEIVED, NVLINK_SENT = 20, 21, 60, 61  # in MiB/s
 TRAFFIC = (PCIE_SENT, PCIE_RECEIVED, NVLINK_RECEIVED, NVLINK_SENT)
 
 
 @dataclass
 class GpmActivity:
-    """Totals of one GPU or instance: seconds profiled, and by GPM metric the seconds active or the bytes moved."""
+    """Totals of a GPU or MIG instance: seconds covered by samples, active seconds or moved bytes by GPM metric id."""
 
     profiled: float = 0.0
     seconds: dict[int, float] = field(default_factory=dict)
     bytes: dict[int, float] = field(default_factory=dict)
 
     def add(self, means: dict[int, float], interval: float) -> None:
-        """Count the means, in percent or MiB/s, over `interval` seconds."""
+        """Add the mean of each metric, in percent or MiB/s, over `interval` seconds to the totals."""
         for metric, mean in means.items():
             if metric in TRAFFIC:
                 self.bytes[metric] = self.bytes.get(metric, 0.0) + mean * MEBIBYTE * interval
@@ -57,7 +54,7 @@ class GpmActivity:
 
 
 class Meter:
-    """Integrator of the activity of one GPU or GPU instance. `take` fills a sample, `metrics` are the requested ids."""
+    """Integrator of GPM means of one GPU or GPU instance into `activity`. `take` fills an NVML sample."""
 
     def __init__(
         self,
@@ -72,7 +69,7 @@ class Meter:
         self._before: Any = None
         self._after: Any = None
         self._taken_at: float | None = None
-        self._seen: set[int] = set()  # activities with a number before
+        self._seen: set[int] = set()  # activities that had a number before
         self._request = nvml.c_nvmlGpmMetricsGet_t()
         self._request.version = nvml.NVML_GPM_METRICS_GET_VERSION
         self._request.numMetrics = len(metrics)
@@ -81,7 +78,7 @@ class Meter:
             answer.metricId = metric
 
     def advance(self) -> bool:
-        """Add the activity since the last sample. Return False if it is too recent. Raises NVMLError, leaving a gap."""
+        """Take a sample and add the means since the last one. Return False if that is too recent. Raises NVMLError."""
         now = self._clock()
         if self._taken_at is not None and now - self._taken_at < SHORTEST_INTERVAL:
             return False
@@ -96,7 +93,7 @@ class Meter:
         return True
 
     def _count(self, means: dict[int, float], interval: float) -> None:
-        """Add the means to the counters. A missing activity that was there before makes the interval a gap."""
+        """Add the means to the totals. If an activity that was present before is missing, add traffic only."""
         activities = means.keys() - set(TRAFFIC)
         if not activities or self._seen - activities:
             means = {metric: mean for metric, mean in means.items() if metric in TRAFFIC}
@@ -115,7 +112,7 @@ class Meter:
         }
 
     def close(self) -> None:
-        """Free the samples of NVML."""
+        """Free the two NVML samples. The totals are kept."""
         for sample in (self._before, self._after):
             if sample is not None:
                 with suppress(self._nvml.NVMLError):
@@ -124,7 +121,7 @@ class Meter:
 
 
 def whole_gpu(activity: GpmActivity) -> Iterator[Value]:
-    """Return the activity series of a GPU. Pipes have series once in use, the other parts from the start."""
+    """Yield the activity readings of a GPU. An execution pipe (such as fp16) has a series only after its first use."""
     yield m.GPU_PROFILED_SECONDS_TOTAL, (), activity.profiled
     for metric, row in WHOLE_GPU.items():
         if metric in activity.seconds or not activity.seconds:
@@ -135,7 +132,7 @@ def whole_gpu(activity: GpmActivity) -> Iterator[Value]:
 
 
 def mig_instance(activity: GpmActivity, gpu_instance: str) -> Iterator[Value]:
-    """Return the activity series of a MIG GPU instance."""
+    """Yield the activity readings of the MIG GPU instance with the id `gpu_instance`."""
     yield m.GPU_MIG_PROFILED_SECONDS_TOTAL, (gpu_instance,), activity.profiled
     for metric, row in MIG_INSTANCE.items():
         if metric in activity.seconds or not activity.seconds:

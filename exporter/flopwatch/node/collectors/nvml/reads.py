@@ -1,4 +1,4 @@
-"""Calls of NVML about one GPU, in the order in which they are made: https://docs.nvidia.com/deploy/nvml-api/."""
+"""NVML calls about one GPU, in the order in which they are made: https://docs.nvidia.com/deploy/nvml-api/."""
 
 import re
 from collections.abc import Iterator
@@ -15,14 +15,11 @@ from flopwatch.node.collectors.nvml import fields, gpm
 from flopwatch.node.collectors.nvml.card import GONE, LACKING, OVER, NvmlCard, Read, Values, code_of
 from flopwatch.node.collectors.nvml.fields import Key
 
-# Seconds between two reads of values that change seldom or cost more. A scrape every 10 s reads them every time.
-SELDOM = 9.0
+SELDOM = 9.0  # seconds between two reads of values that change seldom or cost more
 ONCE = inf
 
-# Of an empty MIG slot: NVML_ERROR_NOT_FOUND or NVML_ERROR_INVALID_ARGUMENT.
-EMPTY_SLOT = (2, 6)
-# 1g.10gb, 1c.3g.40gb, 1g.10gb+me in the name of a MIG instance.
-MIG_PROFILE = re.compile(r"(?:[0-9]+c\.)?[0-9]+g\.[0-9]+gb\S*")
+EMPTY_SLOT = (2, 6)  # NVML_ERROR_NOT_FOUND or NVML_ERROR_INVALID_ARGUMENT
+MIG_PROFILE = re.compile(r"(?:[0-9]+c\.)?[0-9]+g\.[0-9]+gb\S*")  # 1g.10gb, 1c.3g.40gb, 1g.10gb+me
 OWNERS_PER_GPU = 8
 OTHER_OWNERS = "other"
 
@@ -34,7 +31,7 @@ THRESHOLDS = {0: "shutdown", 1: "slowdown", 2: "memory_max", 3: "gpu_max"}
 
 
 def _batch(card: NvmlCard, table: tuple[fields.NvmlField, ...]) -> Values:
-    """Read the fields of a table that the card has. A second round reads replacements of missing fields."""
+    """Yield readings of the table's fields. A second call requests the replacements of fields that the GPU lacks."""
     asked: set[Key] = set()
     answered, trouble = False, 0
     while wanted := [
@@ -71,7 +68,7 @@ def _batch(card: NvmlCard, table: tuple[fields.NvmlField, ...]) -> Values:
 
 
 def _links(card: NvmlCard) -> Values:
-    """Read every link of the GPU. A field is missing only if no link has it: a link that is down has few."""
+    """Yield readings of all NVLinks. A field is unsupported only if every link refuses it: down links have few."""
     count = card.latest.get(fields.LINK_COUNT)
     if count is None:
         answers, refused = card.ask([fields.LINK_COUNT])
@@ -113,8 +110,7 @@ def _old_link_states(card: NvmlCard, links: range) -> dict[Key, float]:
 
 
 def _memory(card: NvmlCard) -> Values:
-    # Version 2 excludes the driver's reserve from `used`.
-    memory = card.nvml.nvmlDeviceGetMemoryInfo(card.handle, card.nvml.nvmlMemory_v2)
+    memory = card.nvml.nvmlDeviceGetMemoryInfo(card.handle, card.nvml.nvmlMemory_v2)  # excludes the driver's reserve
     yield m.GPU_MEMORY_USED_BYTES, (), memory.used
     yield m.GPU_MEMORY_TOTAL_BYTES, (), memory.total
     yield m.GPU_MEMORY_RESERVED_BYTES, (), memory.reserved
@@ -129,7 +125,7 @@ def _clock_events(card: NvmlCard, call: str) -> Values:
 
 
 def _processes(card: NvmlCard) -> Values:
-    """Count the compute processes by owner, the owners with most memory first."""
+    """Yield number and memory of compute processes by owner. Beyond the 8 largest, owners are summed as `other`."""
     processes = card.nvml.nvmlDeviceGetComputeRunningProcesses_v3(card.handle)
     pids = {process.pid for process in processes}
     # The same pid is the same process, unless the number was reused within seconds.
@@ -153,7 +149,7 @@ def _processes(card: NvmlCard) -> Values:
 
 
 def _ecc_locations(card: NvmlCard) -> Values:
-    """Read the locations of the ECC errors, if there were any."""
+    """Yield ECC errors since the driver was loaded by location, for each error type whose total is not 0."""
     for error, (number, total) in ECC_TYPES.items():
         for location, name in ECC_LOCATIONS.items():
             if card.latest.get(total, 0) == 0 or (total, name) in card.lacks:
@@ -203,7 +199,7 @@ def _fabric(card: NvmlCard, structure: str) -> Values:
 
 
 def _mig(card: NvmlCard) -> Values:
-    """Read the MIG mode and instances. A change of either makes the card read everything again."""
+    """Yield MIG mode and instances. After a change of either, every call and field is requested again."""
     mode = card.nvml.nvmlDeviceGetMigMode(card.handle)[0]
     yield m.GPU_MIG_MODE, (), mode
     before = card.mig
@@ -216,15 +212,14 @@ def _mig(card: NvmlCard) -> Values:
     for labels, memory in instances or ():
         instance = labels["gpu_instance"]
         yield m.GPU_MIG_INFO, (instance, labels["compute_instance"], labels["uuid"], labels["profile"]), 1
-        # The memory belongs to the GPU instance, and its compute instances share it.
-        if memory is not None and instance not in seen:
+        if memory is not None and instance not in seen:  # compute instances share their GPU instance's memory
             seen.add(instance)
             yield m.GPU_MIG_MEMORY_USED_BYTES, (instance,), memory.used
             yield m.GPU_MIG_MEMORY_TOTAL_BYTES, (instance,), memory.total
 
 
 def _instances(card: NvmlCard) -> Iterator[tuple[dict[str, str], Any]]:
-    """Yield the labels and the memory of each instance, None if unreadable. An error costs only its instance."""
+    """Yield labels and memory (None: unreadable) of each MIG instance, except instances without a readable uuid."""
     nvml = card.nvml
     failures: set[int | None] = set()
 
@@ -262,7 +257,7 @@ def _instances(card: NvmlCard) -> Iterator[tuple[dict[str, str], Any]]:
 
 
 def _gpm_supported(card: NvmlCard) -> bool:
-    """Return whether the card has GPM. The driver is asked once."""
+    """Return whether the GPU supports performance monitoring (GPM). The driver's answer is kept."""
     if GPM not in card.latest:
         card.latest[GPM] = card.nvml.nvmlGpmQueryDeviceSupport(card.handle).isSupportedDevice
     return card.latest[GPM] != 0
@@ -288,7 +283,7 @@ def _activity(card: NvmlCard) -> Values:
 
 
 def _advance(card: NvmlCard, meter: gpm.Meter) -> Exception | None:
-    """Return the error of a meter that a profiler, for example, holds back. Raises NVMLError for errors that last."""
+    """Advance the meter. Return an error that may pass, as while a profiler runs. Raises NVMLError for others."""
     try:
         card.unasked = not meter.advance()
     except card.nvml.NVMLError as error:
@@ -316,7 +311,7 @@ def _instance_activity(card: NvmlCard) -> Values:
 def _value(
     row: Metric, name: str, *arguments: Any, labels: tuple[str, ...] = (), item: int | None = None, **how: Any
 ) -> Read:
-    """Return the read of a call that gives one number, or the number at `item` of a list."""
+    """Return the Read of an NVML function that returns one number, or a list with the number at index `item`."""
 
     def values(card: NvmlCard) -> Values:
         answer = getattr(card.nvml, name)(card.handle, *arguments)
@@ -328,7 +323,7 @@ def _value(
 
 
 def _parts(name: str, *parts: tuple[Metric, tuple[str, ...], str | int], **how: Any) -> Read:
-    """Return the read of a call whose answer has several numbers, by member of a structure or position in a list."""
+    """Return the Read of an NVML function that returns several numbers, each found by member name or list index."""
 
     def values(card: NvmlCard) -> Values:
         answer = getattr(card.nvml, name)(card.handle)
@@ -338,8 +333,7 @@ def _parts(name: str, *parts: tuple[Metric, tuple[str, ...], str | int], **how: 
     return Read(name, values, **how)
 
 
-# Not a field: the key in `latest` of whether the card has GPM.
-GPM = (-1, 0)
+GPM = (-1, 0)  # not a field, but the key in `latest` of whether the GPU has GPM
 GRAPHICS_CLOCK, SM_CLOCK, MEMORY_CLOCK, VIDEO_CLOCK = range(4)  # nvmlClockType_t
 
 _MEMORY = Read("nvmlDeviceGetMemoryInfo", _memory, needs=("nvmlMemory_v2",))
@@ -348,7 +342,6 @@ CLOCK_EVENTS = "nvmlDeviceGetCurrentClocksEventReasons"
 OLD_CLOCK_EVENTS = "nvmlDeviceGetCurrentClocksThrottleReasons"  # before R535
 _CLOCK_EVENTS = Read(CLOCK_EVENTS, partial(_clock_events, call=CLOCK_EVENTS))
 # fmt: off
-# Tables: the formatter would print one argument a line.
 _FABRIC = Read("nvmlDeviceGetGpuFabricInfoV", partial(_fabric, structure="c_nvmlGpuFabricInfo_v3_t"), SELDOM,
                needs=("c_nvmlGpuFabricInfo_v3_t",), whole=True)
 

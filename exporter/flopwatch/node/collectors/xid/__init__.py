@@ -1,8 +1,8 @@
-"""Xid errors of GPUs and SXid errors of NVSwitches, from the kernel log and from NVML's event set.
+"""Collector of Xid errors of GPUs and SXid errors of NVSwitches, from the kernel log and from NVML's event set.
 
-Xid codes and actions: https://docs.nvidia.com/deploy/xid-errors/, in short docs/xid.md. The kernel log has the text and
-the time before this process, and requires root, CAP_SYSLOG or `flopwatch kmsg`. NVML's events require none of these,
-and lack both. An event in both is counted once (`reconcile.py`). NVML reports no SXid.
+Xid codes and actions: https://docs.nvidia.com/deploy/xid-errors/, in short docs/xid.md. The kernel log has each Xid's
+text and the Xids from before this process. It requires root, CAP_SYSLOG or `flopwatch kmsg`. NVML's event set requires
+no privilege, but lacks both, and has no SXids. An event in both is counted once (`reconcile.py`).
 """
 
 import logging
@@ -23,36 +23,31 @@ from flopwatch.node.collectors.xid.kernel_log import KernelLog, LogEntry
 from flopwatch.node.collectors.xid.nvml_events import UNKNOWN_XID, NvmlEvent, Watcher
 from flopwatch.node.collectors.xid.reconcile import Reconciler
 
-# Present at 0 from the start, so that the first one is an increase. A GPU's 120 series leave room for these: the paging
-# ones, and the contained 94, which is a warning. The errors of NVLink 5 that may be fatal exist only on Blackwell.
+# Xids with a series at 0 from the start, so that the first one is an increase: those that page, and the contained 94.
+# The errors of NVLink 5 that may be fatal exist only on Blackwell.
 ON_EVERY_GPU = (48, 62, 64, 79, 94, 95, 119, 120, 140)
 BEFORE_NVLINK_5 = (46, 74, 109, 136, 143)
 WITH_NVLINK_5 = (144, 145, 146, 149, 150)
 _NVLINK_5 = re.compile(r"\bG?B[0-9]00\b")  # in the model, such as NVIDIA B200 or NVIDIA GB300
-
-# Seconds within which the kernel log and NVML report one event. A GPU off the bus is in the log twice.
-SAME_EVENT_SECONDS = 60.0
-# Seconds at the start for which a GPU with Xids may stay unnamed, until the source of GPU names has answered.
-STRANGER_SECONDS = 60.0
-# Seconds between two writes of the place in the kernel log while nothing in it counts.
-PLACE_SECONDS = 60.0
-# Seconds that the first read waits for NVML.
-NVML_PATIENCE = 0.5
+SAME_EVENT_SECONDS = 60.0  # within which both sources report one event, and the log may have it twice
+STRANGER_SECONDS = 60.0  # from the start, for the NVML collector to name GPUs with Xids
+PLACE_SECONDS = 60.0  # between two writes of the log position while no record counts
+NVML_PATIENCE = 0.5  # seconds to wait for the first registration
 
 log = logging.getLogger(__name__)
 
 
 def from_the_start(model: str) -> tuple[int, ...]:
-    """Return the codes that a GPU of this model has series of from the start."""
+    """Return the Xids for which a GPU of this model has a series, at 0, from the start."""
     return (*ON_EVERY_GPU, *(WITH_NVLINK_5 if _NVLINK_5.search(model) else BEFORE_NVLINK_5))
 
 
 class Xid:
     """Collector of the Xids and SXids of a node, each counted once across restarts.
 
-    `kmsg` is /dev/kmsg, `unix:` and the socket of `flopwatch kmsg`, or a regular file of such records. `gpus` is the
-    inventory of the NVML source. `state` is the file of the counts and of the place in the log. `boot_id` identifies
-    the boot of the record numbers, `booted` returns its Unix time. `watcher` has NVML's events.
+    `kmsg` is /dev/kmsg, `unix:` and the socket of `flopwatch kmsg`, or a file of such records. `gpus` is the inventory
+    of the NVML collector. `state` is the file of the counts and of the position in the log. `boot_id` names the boot
+    that numbered the records, `booted` returns its Unix time. `follow` also reads the log between scrapes.
     """
 
     name = "xid"
@@ -88,8 +83,7 @@ class Xid:
             place=place if isinstance(place, int) and place >= 0 else 0,
             since=since if isinstance(since, float) else float("-inf"),
         )
-        # A node has series once a source has answered. Which of them answers now is a series as well.
-        self._had_source = bool(stored)
+        self._had_source = bool(stored)  # a node has series once any source has answered
         self._had_kernel_log = bool(self._kernel.numbering)
         self._was_live = False
         self._unsaved = not stored
@@ -97,7 +91,7 @@ class Xid:
         self._up: dict[str, str] = {}
 
     def read(self) -> list[Sample]:
-        """Return the counts of every GPU, switch and kind of event. Raises Unsupported or RestartReader."""
+        """Return the counts of every GPU, NVSwitch and kernel event. Raises Unsupported or RestartReader."""
         entries = self._kernel.drain()
         if self._follow:
             self._kernel.follow()
@@ -119,7 +113,7 @@ class Xid:
         return list(self._samples(parts, models))
 
     def close(self) -> None:
-        """Close the driver and the kernel log, and store the place in it."""
+        """Write the counts and the position in the kernel log, then close the log and NVML."""
         if self._had_source:
             self._unsaved = self._unsaved or self._kernel.place != self._saved_place
             self._save()
@@ -128,7 +122,7 @@ class Xid:
             self._watcher.close()
 
     def _check_sources(self, has_gpus: bool) -> None:
-        """Log changes of the sources. Raises Unsupported if there never was a source."""
+        """Log changes of the sources' errors. Raises Unsupported if none ever worked and NVML has no GPU to watch."""
         watcher, errors = self._watcher, {"kernel_log": self._kernel.error}
         if watcher is not None:
             errors["nvml"] = watcher.error
@@ -143,13 +137,13 @@ class Xid:
             raise Unsupported("; ".join(f"{source}: {error}" for source, error in errors.items()))
 
     def _parts(self, known: Mapping[str, Mapping[str, str]]) -> dict[str, tuple[str, str]]:
-        """Return index and uuid of the GPUs by PCI address, from the inventory and from NVML's events."""
+        """Return (index, uuid) of the GPUs by PCI address, from the inventory and from NVML's registrations."""
         parts = {
             kernel_lines.pci_address(part["pci_bus_id"]): (part["gpu"], uuid)
             for uuid, part in known.items()
             if part["pci_bus_id"]
         }
-        # Without a folder for its inventory the NVML source cannot report them.
+        # Without a folder for its inventory, the NVML collector cannot report the GPUs.
         for pci, device in list(self._watcher.devices.items()) if self._watcher is not None else ():
             if device.uuid not in known:
                 parts.setdefault(pci, (device.gpu, device.uuid))
@@ -194,7 +188,7 @@ class Xid:
                 self._counts.xid(owner, code, event.at)
 
     def _save(self) -> None:
-        """Store the counts. Records that count nothing may be read again after a restart."""
+        """Write the counts if they changed. A change of the log position alone is written after PLACE_SECONDS."""
         now, since = self._clock(), self._kernel.since
         self._reconciler.forget(now)
         if self._kernel.place != self._saved_place and not 0 <= now - self._saved_at < PLACE_SECONDS:
@@ -262,7 +256,7 @@ class Xid:
 
 
 def _earlier_events(stored: Any) -> Iterator[tuple[tuple[str, int], float, list[str]]]:
-    """Yield the events that an earlier process counted lately, without invalid entries."""
+    """Yield ((PCI address, Xid), Unix time, sources) of an earlier process's events, without invalid entries."""
     for item in stored if isinstance(stored, list) else ():
         if (
             isinstance(item, list)
@@ -274,7 +268,7 @@ def _earlier_events(stored: Any) -> Iterator[tuple[tuple[str, int], float, list[
 
 
 def build(kmsg: str, gpus: str, state: str, nvml: str = "", library: Any = None) -> Xid:
-    """Return the collector of the kernel log and, unless `nvml` is empty, of NVML's events through `library`."""
+    """Return the Xid collector. It reads NVML's events through `library` (default: pynvml) unless `nvml` is empty."""
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     if nvml and library is None:
         try:

@@ -1,7 +1,7 @@
-"""Counts of the Xid source by owner, in the form of its state file.
+"""Counts of Xids, SXids and other kernel events, as stored in the Xid collector's state file.
 
-An owner is the uuid of a GPU, or a PCI address until the GPU there is named. Everything is bounded: a kernel log cannot
-make more series than a node has parts.
+An owner is a GPU's uuid, or its PCI address until the uuid is known. All tables have limits, so that a kernel log
+cannot make more series than a node has hardware.
 """
 
 from __future__ import annotations
@@ -12,16 +12,13 @@ from typing import Any, NamedTuple
 
 # Limits: owners that are PCI addresses, different Xids and link errors of one GPU, different errors of all switches.
 MAX_STRANGERS, MAX_CODES, MAX_LINK_ERRORS, MAX_SWITCH_ERRORS = 64, 24, 24, 256
-# Limit of the last processes killed for lack of memory.
-MAX_KILLED = 8
-# Unit and link of further errors of a GPU with too many different ones. Their other labels are empty.
-OTHER = "other"
-# Code of further Xids of a GPU with too many different ones.
-OTHER_XID = -1
+MAX_KILLED = 8  # last processes killed for lack of memory
+OTHER = "other"  # unit and link of a GPU's errors beyond MAX_LINK_ERRORS
+OTHER_XID = -1  # code of a GPU's Xids beyond MAX_CODES
 
 
 class Count(NamedTuple):
-    """Number of events, and the Unix time of the last one."""
+    """Number of events, and the Unix time of the last event."""
 
     number: int
     last: float
@@ -35,13 +32,12 @@ NONE = Count(0, float("-inf"))
 
 
 class Counts:
-    """Counters that only rise. The Xids of `always` are counted separately despite the limit of codes."""
+    """Counters of the Xid collector. Xids in `always` have their own code even beyond MAX_CODES."""
 
     def __init__(self, always: Collection[int] = ()) -> None:
         self._always = frozenset(always)
         self.xids: dict[str, dict[int, Count]] = {}
-        # By owner, then by the labels after (gpu, uuid) of gpu_xid_nvlink_errors_total.
-        self.links: dict[str, dict[tuple[str, ...], int]] = {}
+        self.links: dict[str, dict[tuple[str, ...], int]] = {}  # by owner and labels of gpu_xid_nvlink_errors_total
         self.notices: dict[str, dict[str, int]] = {}
         self.recovery: dict[str, int] = {}
         self.switches: dict[tuple[str, str], Count] = {}
@@ -50,7 +46,7 @@ class Counts:
         self.introduced: dict[str, str] = {}  # uuid by PCI address, from the kernel log
 
     def counted_as(self, owner: str, code: int) -> int | None:
-        """Return the code under which an Xid counts: its own or OTHER_XID, or None beyond the limit of strangers."""
+        """Return the code to count an Xid as: its own or OTHER_XID. None if too many PCI addresses have Xids."""
         if owner not in self.xids and is_address(owner) and len(self.strangers()) >= MAX_STRANGERS:
             return None
         return self._one_of(self.xids.get(owner, {}), code)
@@ -59,12 +55,12 @@ class Counts:
         return code if code in codes or code in self._always or len(codes) < MAX_CODES else OTHER_XID
 
     def xid(self, owner: str, code: int, at: float) -> None:
-        """Count an Xid under a code of `counted_as`."""
+        """Count an Xid at Unix time `at` under a code from `counted_as`."""
         codes = self.xids.setdefault(owner, {})
         codes[code] = codes.get(code, NONE).and_at(at)
 
     def link(self, owner: str, error: tuple[str, ...]) -> None:
-        """Count a link error by xid, unit, link and the rest. Beyond the limit it counts as OTHER."""
+        """Count an NVLink error (Xid, unit, link, ...) of an owner with Xids, as OTHER beyond MAX_LINK_ERRORS."""
         if owner not in self.xids:
             return
         errors = self.links.setdefault(owner, {})
@@ -73,33 +69,33 @@ class Counts:
         errors[error] = errors.get(error, 0) + 1
 
     def notice(self, owner: str, name: str) -> None:
-        """Count an event without an Xid."""
+        """Count an NVML event that is not an Xid, such as `recovery_action`."""
         notices = self.notices.setdefault(owner, {})
         notices[name] = notices.get(name, 0) + 1
 
     def switch(self, switch: str, sxid: str, at: float) -> None:
-        """Count an SXid."""
+        """Count an SXid of an NVSwitch. Beyond MAX_SWITCH_ERRORS, only SXids counted before are counted."""
         if (switch, sxid) in self.switches or len(self.switches) < MAX_SWITCH_ERRORS:
             self.switches[switch, sxid] = self.switches.get((switch, sxid), NONE).and_at(at)
 
     def oom_kill(self, pid: int, at: float) -> None:
-        """Store a killed process, and drop the oldest beyond MAX_KILLED."""
+        """Store pid and Unix time of a process killed for lack of memory. Only the last MAX_KILLED are kept."""
         self.killed.pop(pid, None)
         self.killed[pid] = at
         while len(self.killed) > MAX_KILLED:
             del self.killed[next(iter(self.killed))]
 
     def introduce(self, pci: str, uuid: str) -> None:
-        """Store the uuid at an address, as the driver reported it."""
+        """Store the uuid of the GPU at a PCI address, as the kernel log reports it."""
         if pci in self.introduced or len(self.introduced) < MAX_STRANGERS:
             self.introduced[pci] = uuid
 
     def strangers(self) -> list[str]:
-        """Return the addresses with Xids whose GPU is not named."""
+        """Return the PCI addresses that have Xids and no known GPU uuid."""
         return [owner for owner in self.xids if is_address(owner)]
 
     def adopt(self, pci: str, uuid: str) -> bool:
-        """Move the counts of an address to the GPU there. Return whether there were any."""
+        """Move the counts of a PCI address to the GPU uuid there. Return whether the address had Xids."""
         for code, count in self.xids.get(pci, {}).items():
             codes = self.xids.setdefault(uuid, {})
             code = self._one_of(codes, code)
@@ -116,7 +112,7 @@ class Counts:
         return found
 
     def dump(self) -> dict[str, Any]:
-        """Return the JSON object that `load` accepts."""
+        """Return the counts as the JSON object that `load` accepts."""
         return {
             "counts": self.xids,
             "links": {owner: [[*key, count] for key, count in errors.items()] for owner, errors in self.links.items()},
@@ -129,7 +125,7 @@ class Counts:
         }
 
     def load(self, stored: Mapping[str, Any]) -> None:
-        """Restore stored counts, without invalid parts."""
+        """Restore the counts from an object of `dump`. Skips each invalid table."""
         wrong = (AttributeError, KeyError, TypeError, ValueError, OverflowError)
         with suppress(*wrong):
             self.xids = {
@@ -162,7 +158,7 @@ class Counts:
 
 
 def is_address(owner: str) -> bool:
-    """Return whether an owner is a PCI address."""
+    """Return whether the owner of an Xid count is given as a PCI address."""
     return ":" in owner
 
 

@@ -1,4 +1,4 @@
-"""Parsers of the kernel log lines that matter to a GPU node, as pure functions over text.
+"""Parsers of the kernel log lines that matter on a GPU node, as pure functions over text.
 
 A `/dev/kmsg` record: https://www.kernel.org/doc/Documentation/ABI/testing/dev-kmsg. The NVIDIA driver's lines:
 https://docs.nvidia.com/deploy/xid-errors/ and, for NVSwitch, appendix D of the Fabric Manager user guide
@@ -12,8 +12,7 @@ from typing import NamedTuple
 OFF_THE_BUS = 79
 RECOVERY_ACTION = 154
 
-# Every line below contains one of these texts, so that a flood of other lines costs almost nothing.
-RELEVANT = re.compile(
+RELEVANT = re.compile(  # part of every line below, so that a flood of other lines costs almost nothing
     rb"Xid \(|fallen off the bus|RmInitAdapter failed|GPU at PCI|mlx5_core|oom-kill:|in libnccl|nvidia-peermem"
 )
 
@@ -21,20 +20,16 @@ _RECORD = re.compile(
     r"(?P<priority>[0-9]{1,10}),(?P<sequence>[0-9]{1,19}),(?P<microseconds>[0-9]{1,19}),[^;]*;(?P<text>.*)"
 )
 _PCI = r"(?P<pci>(?:[0-9a-fA-F]{4,8}:)?[0-9a-fA-F]{2}:[0-9a-fA-F]{2})"
-# A MIG instance is named inside or after the bracket. Old drivers omit `PCI:`.
-_XID = re.compile(
+_XID = re.compile(  # a MIG instance is named inside or after the bracket, and old drivers omit `PCI:`
     rf"NVRM: Xid \((?:PCI:)?{_PCI}\b[^)]*\)(?: GPU-C?I:[0-9]+)*: (?P<xid>[0-9]{{1,6}})\b,? ?(?P<detail>.*)"
 )
 _GPU = re.compile(rf"NVRM: (?:The NVIDIA )?GPU {_PCI}\.[0-9a-fA-F]\b")
 _INTRODUCTION = re.compile(rf"NVRM: GPU at PCI:{_PCI}: (?P<uuid>GPU-[0-9a-fA-F-]{{36}})")
 _RECOVERY = re.compile(r"recovery action changed from 0x[0-9a-fA-F]{1,8} \([^)]*\) to 0x(?P<action>[0-9a-fA-F]{1,8})\b")
-# A report consists of this line and others of the same code, with `Severity` or `Data` in this place.
-_SXID = re.compile(
+_SXID = re.compile(  # the one line of an SXid that has its severity
     rf"nvidia-nvswitch[0-9]*: SXid \(PCI:{_PCI}(?P<function>\.[0-9a-fA-F])?\): (?P<sxid>[0-9]{{5}}), (?:Non-f|F)atal\b"
 )
-
-# Pattern of each event in host_kernel_events_total.
-NODE_EVENTS = {
+NODE_EVENTS = {  # by the event label of host_kernel_events_total
     "pcie_slot_power": re.compile(r"mlx5_core .*insufficient power on the PCIe slot"),
     "module_high_temperature": re.compile(r"mlx5_core .*\b[Hh]igh [Tt]emperature"),
     "cable_unplugged": re.compile(r"mlx5_core .*Cable unplugged"),
@@ -51,7 +46,7 @@ _OOM_KILL = re.compile(r"\boom-kill:constraint=.*,pid=(?P<pid>[0-9]{1,10}),uid=[
 
 
 class KernelRecord(NamedTuple):
-    """One kernel log record; `at` is in seconds since boot."""
+    """One record of the kernel log. `at` is in seconds since boot."""
 
     sequence: int
     at: float
@@ -59,7 +54,7 @@ class KernelRecord(NamedTuple):
 
 
 class XidEvent(NamedTuple):
-    """One Xid of one GPU; `numbered` is False for driver lines without an Xid; `detail` is the text after it."""
+    """One Xid of one GPU. `numbered` is False if the line has no Xid code. `detail` is the text after the code."""
 
     pci: str
     xid: int
@@ -68,10 +63,9 @@ class XidEvent(NamedTuple):
 
 
 def record(line: str) -> KernelRecord | None:
-    """Return the record in one line of /dev/kmsg, or None if the kernel did not write it."""
+    """Parse one line of /dev/kmsg. Return None if it is malformed or the kernel did not write it."""
     match = _RECORD.match(line)
-    # Facility 0 is the kernel. Records written by user space have another one.
-    if match is None or int(match["priority"]) >> 3:
+    if match is None or int(match["priority"]) >> 3:  # facility 0 is the kernel, others are user space
         return None
     return KernelRecord(int(match["sequence"]), int(match["microseconds"]) / 1e6, match["text"])
 
@@ -97,31 +91,31 @@ def events(text: str) -> Iterator[XidEvent]:
 
 
 def introductions(text: str) -> Iterator[tuple[str, str]]:
-    """Yield PCI address and uuid of GPUs in lines that the driver logs before a GPU's first Xid."""
+    """Yield (PCI address, uuid) from the lines that the driver logs before a GPU's first Xid."""
     for match in _INTRODUCTION.finditer(text):
         yield pci_address(match["pci"]), match["uuid"]
 
 
 def recovery_action(detail: str) -> int | None:
-    """Return the recovery action in an Xid 154, numbered as gpu_recovery_action_id, or None."""
+    """Return the new recovery action in an Xid 154's text, numbered as gpu_recovery_action_id, or None."""
     match = _RECOVERY.search(detail)
     return None if match is None else int(match["action"], 16)
 
 
 def switch_errors(text: str) -> Iterator[tuple[str, str]]:
-    """Yield the PCI address of the NVSwitch and the code of each SXid."""
+    """Yield (PCI address of the NVSwitch, SXid code) of each SXid in the text of one record."""
     for match in _SXID.finditer(text):
         yield pci_address(match["pci"]) + (match["function"] or ".0").lower(), match["sxid"]
 
 
 def oom_kills(text: str) -> Iterator[int]:
-    """Yield the pids, in the host's numbering, of processes killed for lack of memory."""
+    """Yield the host's pid of each process that the kernel killed for lack of memory."""
     for line in text.split("\\x0a"):
         if killed := _OOM_KILL.search(line):
             yield int(killed["pid"])
 
 
 def node_events(text: str) -> Iterator[str]:
-    """Yield the names of the node's other events in the text of one record."""
+    """Yield the name of each kernel event, such as `oom_kill`, in the text of one record."""
     for line in text.split("\\x0a"):
         yield from (name for name, pattern in NODE_EVENTS.items() if pattern.search(line))

@@ -2,11 +2,9 @@
 
 The device (https://www.kernel.org/doc/Documentation/ABI/testing/dev-kmsg) gives one record per read, from the oldest
 one in the kernel's ring buffer, and requires root or CAP_SYSLOG. The socket (node/kmsg.py) streams the same records to
-unprivileged processes. The ring is short, so a thread also reads both between scrapes. Lost records show as a gap in
-the record numbers.
-
-Work and memory are bounded: a pull ends after SLICE seconds or FILE_BYTES and later continues from there. Only records
-that match `relevant` are kept, at most MAX_ENTRIES of them.
+unprivileged processes. The ring buffer is short, so a thread also reads device or socket between scrapes. Lost records
+show as a gap in the record numbers. One pull ends after SLICE seconds or FILE_BYTES, and the next one continues. Only
+records that match `relevant` are kept, at most MAX_ENTRIES of them.
 """
 
 import os
@@ -24,11 +22,9 @@ from typing import NamedTuple
 from flopwatch.node.collectors.xid.kernel_lines import KernelRecord, record
 
 SOCKET_SCHEME = "unix:"
-# Line of the socket after the records of the ring. No kernel record begins with a space.
-CAUGHT_UP = b" caught up"
+CAUGHT_UP = b" caught up"  # the socket's line after the ring's records, which never begin with a space
 
-# The kernel refuses a read into less than the record. Its longest is 8 KiB with all its properties.
-RECORD_BYTES = 64 << 10
+RECORD_BYTES = 64 << 10  # the kernel refuses a read into less than a record, at most 8 KiB with properties
 FILE_BYTES = 8 << 20
 CHUNK_BYTES = 256 << 10
 MAX_ENTRIES = 20_000
@@ -39,19 +35,18 @@ RETRY = 1.0  # seconds between attempts to open
 
 
 class LogEntry(NamedTuple):
-    """One relevant record, and the Unix time of its writing."""
+    """One relevant record, and the Unix time at which it was written."""
 
     record: KernelRecord
     at: float
 
 
 class KernelLog:
-    """Records of one log since a place in it.
+    """Relevant records of one kernel log from a position on.
 
-    `where` is a path, or `unix:` and the path of a socket. The place is `numbering` (this boot's record numbers, or one
-    file's bytes) and `place` in it. A place of another numbering is ignored, and the log is read from its beginning.
-    `since` is the Unix time at which that place was reached. The clock in the records runs unadjusted and may be
-    minutes off after months. Live records were written since the last pull, which bounds their time.
+    `where` is a path, or `unix:` and the path of a socket. `place` is the number of the next record, or a file's next
+    byte. It holds for the boot or file that `numbering` names, and others are read from their beginning. `since` is the
+    Unix time at which `place` was reached. It bounds a new record's time, because the log's clock drifts.
     """
 
     def __init__(
@@ -82,11 +77,11 @@ class KernelLog:
 
     @property
     def live(self) -> bool:
-        """Return whether this is the running kernel's log, with numbered records, and not a file."""
+        """Return whether the running kernel's log is open (device or socket, not a file)."""
         return self._open is not None
 
     def follow(self) -> None:
-        """Read also between drains. It has no effect on a file, or while a device cannot be opened."""
+        """Start a thread that also reads between calls of `drain`. No effect on a file or an unopened device."""
         if not self.live and not self.where.startswith(SOCKET_SCHEME):
             return
         if self._thread is None or not self._thread.is_alive():
@@ -94,7 +89,7 @@ class KernelLog:
             self._thread.start()
 
     def drain(self) -> list[LogEntry]:
-        """Return the records since the last drain; `numbering`, `place` and `since` are then those after them."""
+        """Return the relevant records since the last call. Move `numbering`, `place` and `since` past them."""
         with self._lock:
             self._pull()
             entries = list(self._entries)
@@ -103,7 +98,7 @@ class KernelLog:
             return entries
 
     def close(self) -> None:
-        """Stop reading."""
+        """Stop reading and close the log."""
         self._closed.set()
         with self._lock:
             self._hang_up("closed")
@@ -121,7 +116,7 @@ class KernelLog:
                 pause = PAUSE if self.live else RETRY
 
     def _pull(self) -> None:
-        """Read new records, as far as one pull goes."""
+        """Read new records within the limits of one pull. On OSError, close the log and set `error`."""
         if self._closed.is_set():
             return
         try:
@@ -137,7 +132,7 @@ class KernelLog:
             self.error = ""
 
     def _begin(self) -> None:
-        """Open the log and read its content. A file is opened for each pull instead."""
+        """Open device or socket and read its first records. A regular file is opened by each pull instead."""
         if self.where.startswith(SOCKET_SCHEME):
             self._continue_in(self._boot)
             self._open = _Socket(self.where.removeprefix(SOCKET_SCHEME), self._next)
@@ -148,8 +143,7 @@ class KernelLog:
                 return
             self._continue_in(self._boot)
             self._open = _Device(device)
-        # Records missing after the place are lost, also if an earlier process read up to it.
-        self._expected = self._next or None
+        self._expected = self._next or None  # lost if missing, also if an earlier process read up to it
         if self._open.pull(self._line):
             self.since = self._clock()
 
@@ -164,7 +158,7 @@ class KernelLog:
             self.numbering, self._next, self.since = numbering, 0, float("-inf")
 
     def _line(self, line: bytes) -> None:
-        """Accept one numbered record, unless it is an earlier one."""
+        """Accept a numbered record above the last number accepted. Count missing numbers as lost."""
         number = line.split(b",", 2)[1:2]
         if not number or not number[0].isdigit() or len(number[0]) > 15:
             return
@@ -209,13 +203,13 @@ class KernelLog:
 
 
 class _Device:
-    """Open /dev/kmsg, with its file descriptor."""
+    """The open device /dev/kmsg, with its file descriptor `file`."""
 
     def __init__(self, file: int) -> None:
         self.file = file
 
     def pull(self, take: Callable[[bytes], None]) -> bool:
-        """Pass records to `take`. Return whether these were all. Raises OSError."""
+        """Pass new records to `take` for up to SLICE seconds. Return whether these were all. Raises OSError."""
         until = time.monotonic() + SLICE
         while time.monotonic() < until:
             try:
@@ -234,7 +228,7 @@ class _Device:
 
 
 class _Socket:
-    """Connection to `flopwatch kmsg`, which sends the records from `sequence` on."""
+    """Connection to `flopwatch kmsg`, which sends the records from number `sequence` on."""
 
     def __init__(self, path: str, sequence: int) -> None:
         self.file = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -251,7 +245,7 @@ class _Socket:
             raise
 
     def pull(self, take: Callable[[bytes], None]) -> bool:
-        """Pass records to `take`. Return whether these were all. Raises OSError."""
+        """Pass new records to `take` for up to SLICE seconds. Return whether these were all. Raises OSError."""
         begin = time.monotonic()
         while time.monotonic() < begin + SLICE:
             try:
@@ -277,7 +271,7 @@ class _Socket:
 
 
 def _readable(file: int | socket.socket, seconds: float) -> bool:
-    """Return whether there is something to read within this time, and False if the file is closed."""
+    """Wait up to `seconds` for data. Return whether a file or socket has data, False also if it is closed."""
     ready = select.poll()
     with suppress(OSError, ValueError):
         ready.register(file, select.POLLIN)

@@ -1,9 +1,9 @@
 """Decoder of NVLink Xids: 144 to 150 (NVLink 5) and 74 (NVLink 4 and older).
 
-The input is the text after `Xid (PCI:...): N, `. NVLink 5 writes unit, severity, link and six words. The first two,
-interrupt information and error status, are looked up in `data/xid_nvlink5.csv` (NVIDIA's Xid catalogue,
-https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html). Xid 74 has seven register words instead, read as
-in https://github.com/NVIDIA/NVSentinel/pull/1526. An error without a row in the table has no action.
+Its input is the text after `Xid (PCI:...): N, `. NVLink 5 writes unit, severity, link and six words. The first two
+words, interrupt information and error status, are looked up in `data/xid_nvlink5.csv` (NVIDIA's Xid catalogue,
+https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html). Xid 74 has seven register words, read as in
+https://github.com/NVIDIA/NVSentinel/pull/1526. An error without a row in the table has no action.
 """
 
 import functools
@@ -26,8 +26,7 @@ _LINK_4 = re.compile(
     r"\blink +(?P<link>[0-9]{1,3}) *\((?P<words>0x[0-9a-fA-F]{1,8}(?:,? +0x[0-9a-fA-F]{1,8})+)\)", re.IGNORECASE
 )
 
-# Bits of the first register word of Xid 74, the decisive ones first: cause, severity, NVIDIA's next steps.
-_REGISTERS = (
+_REGISTERS = (  # bits of Xid 74's first register word, decisive ones first: cause, severity, next steps
     (0b11 << 21, "SIGNAL_INTEGRITY", "fatal", "INVESTIGATE_LINK_SI_AND_CABLES"),
     (0b11 << 4, "ECC_OR_PARITY", "fatal", "CONTACT_SUPPORT"),
     (1 << 1 | 1 << 20, "SECONDARY", "non-fatal", "IGNORE"),
@@ -35,10 +34,10 @@ _REGISTERS = (
 
 
 class LinkError(NamedTuple):
-    """Error of one link.
+    """Error of one NVLink link.
 
-    `unit` is the part of the GPU that saw it. `link` is empty if the driver names none. `action` is NVIDIA's immediate
-    action, `investigation` the next steps. Both are empty if NVIDIA's table lacks the error.
+    `unit` is the GPU's hardware unit that detected it. `link` is empty if the driver names none. `action` is NVIDIA's
+    immediate action, `investigation` the next steps. Both are empty if NVIDIA's table lacks the error.
     """
 
     unit: str
@@ -49,7 +48,7 @@ class LinkError(NamedTuple):
 
 
 class LinkErrorRow(NamedTuple):
-    """Row of the table; `layouts` are (mask, value) of the interrupt information in both bit layouts."""
+    """Row of data/xid_nvlink5.csv. `layouts`: (mask, value) of the interrupt word before and from driver R575."""
 
     xid: int
     units: tuple[str, ...]
@@ -61,7 +60,7 @@ class LinkErrorRow(NamedTuple):
 
 
 def decode(xid: int, text: str, driver_version: str = "") -> LinkError | None:
-    """Return the link error in the text of an NVLink Xid, or None for other text."""
+    """Return the link error in the text of an NVLink Xid, or None if Xid or text is of another kind."""
     if xid == 74:
         return _registers(text)
     match = _LINK_5.search(text) if xid in CODES else None
@@ -79,14 +78,10 @@ def decode(xid: int, text: str, driver_version: str = "") -> LinkError | None:
 def find(
     table: Sequence[LinkErrorRow], xid: int, interrupt: int, status: int, unit: str, driver_version: str = ""
 ) -> LinkErrorRow | None:
-    """Return the row for two words of an NVLink 5 Xid.
-
-    The unit in the text must be the row's. Without a row in the layout of this driver, the other layout is tried. The
-    version may be of the installed driver, and the line of an earlier one.
-    """
+    """Return the row of `unit` and the first two words of an NVLink 5 Xid. Tries the driver's word layout first."""
     major = driver_version.partition(".")[0]
     layouts = (0, 1) if major.isdecimal() and int(major) < LAYOUT_2_SINCE else (1, 0)
-    for layout in layouts:
+    for layout in layouts:  # an earlier driver may have logged the Xid
         rows = [
             row
             for row in table
@@ -120,7 +115,7 @@ def table() -> tuple[LinkErrorRow, ...]:
 
 
 def pattern(text: str) -> tuple[int, int]:
-    """Return mask and value of 32 bits, the highest first, where `-` is any bit."""
+    """Parse 32 bits, the highest first, where `-` is any bit. Return mask and value."""
     return (
         int("".join("0" if bit == "-" else "1" for bit in text), 2),
         int("".join("1" if bit == "1" else "0" for bit in text), 2),

@@ -1,11 +1,9 @@
 """Xids from NVML's event set, which needs no privilege.
 
-https://docs.nvidia.com/deploy/nvml-api/group__nvmlEvents.html. Missing: the text, events before registration or without
-a driver, and MIG instances (an event of one names its GPU). An event with Xid 0 is a clock event that shares the set
-(https://github.com/leptonai/gpud). 999 stands for an Xid that NVML does not know.
-
-A thread waits for events, because NVML may hang and the reader must answer. After an error, and at intervals while a
-GPU is missing, everything is registered again. Events in between are lost.
+https://docs.nvidia.com/deploy/nvml-api/group__nvmlEvents.html. Events have no text, and one of a MIG instance names its
+GPU only. An event with Xid 0 is a clock event (https://github.com/leptonai/gpud). 999 stands for an Xid that NVML does
+not know. A thread waits for events, because NVML may hang and the reader must answer. After an error, and at intervals
+while a GPU is missing, all GPUs are registered again. Events before and between registrations are lost.
 """
 
 import ctypes
@@ -20,21 +18,18 @@ from flopwatch.node.collectors.nvml.library import NvmlEvents
 from flopwatch.node.collectors.xid.kernel_lines import pci_address
 
 XID = 0x8
-# Events without an Xid, with their names in gpu_driver_events_total.
-NOTICES = {0x4000: "unavailable", 0x8000: "recovery_action"}
+NOTICES = {0x4000: "unavailable", 0x8000: "recovery_action"}  # as in gpu_driver_events_total
 UNKNOWN_XID = 999
 
 WAIT_MILLISECONDS = 500
-# A wait that has not returned after so many seconds hangs.
-HANGING = 10.0
+HANGING = 10.0  # seconds after which a wait that has not returned hangs
 FIRST_BACKOFF, MAX_BACKOFF = 1.0, 60.0
-# Seconds between two attempts to register a missing GPU, and after which a registration counts as good.
-MISSING_AGAIN = 60.0
+MISSING_AGAIN = 60.0  # seconds between registrations of missing GPUs, after which a registration counts as good
 MAX_EVENTS = 10_000
 
 
 class Device(NamedTuple):
-    """GPU as NVML names it."""
+    """GPU with its NVML index, uuid and PCI address."""
 
     gpu: str
     uuid: str
@@ -42,7 +37,7 @@ class Device(NamedTuple):
 
 
 class NvmlEvent(NamedTuple):
-    """Event of the GPU at a PCI address: an Xid or a notice, at a Unix time."""
+    """Event of the GPU at a PCI address, at Unix time `at`: an Xid, or `xid` 0 and a notice such as `unavailable`."""
 
     pci: str
     at: float
@@ -51,7 +46,7 @@ class NvmlEvent(NamedTuple):
 
 
 class Watcher:
-    """Reader of the events of all GPUs since `start`; `library` is the pynvml module."""
+    """Reader of NVML's events of all GPUs from `start` on. `library` is the pynvml module."""
 
     def __init__(
         self, library: NvmlEvents, clock: Callable[[], float] = time.time, first_backoff: float = FIRST_BACKOFF
@@ -68,17 +63,17 @@ class Watcher:
         self._handles: dict[object, Device] = {}
         self.devices: dict[str, Device] = {}  # by PCI address, of all GPUs ever registered
         self.notices: frozenset[str] = frozenset()  # those that the driver supports
-        self.registered = False  # once in this process
-        self.replaced = False  # whether the driver was: only another process can load its library
+        self.registered = False  # whether a registration ever succeeded in this process
+        self.replaced = False  # whether the driver was replaced: only a new process can load the new one
 
     def start(self, timeout: float) -> None:
-        """Register in a thread. Return after success, failure or `patience` seconds."""
+        """Register all GPUs in a thread. Return after success, failure or `timeout` seconds."""
         self._thread = threading.Thread(target=self._watch, name="NVML events", daemon=True)
         self._thread.start()
         self._settled.wait(timeout)
 
     def drain(self) -> list[NvmlEvent]:
-        """Return the events since the last drain; never blocks."""
+        """Return the events since the last call, without waiting."""
         events = []
         with suppress(IndexError):
             while True:
@@ -87,7 +82,7 @@ class Watcher:
 
     @property
     def error(self) -> str:
-        """Return why no events arrive, empty while they do."""
+        """Return why no events can arrive, or an empty text while NVML delivers events."""
         if self._thread is None or not self._thread.is_alive():
             return "its thread has ended"
         silent = time.monotonic() - self._alive_at
@@ -97,11 +92,11 @@ class Watcher:
 
     @property
     def absent(self) -> bool:
-        """Return whether there is no driver, or none yet."""
+        """Return whether no NVIDIA driver was found since this process started."""
         return not self.registered and self._absent
 
     def close(self) -> None:
-        """End the wait and release the driver, unless it hangs."""
+        """Stop the thread, which releases the driver. Return after 1 s at most, because NVML may hang."""
         self._stopped.set()
         if self._thread is not None:
             self._thread.join(2 * WAIT_MILLISECONDS / 1000)
@@ -135,7 +130,7 @@ class Watcher:
                 backoff = min(2 * backoff, MAX_BACKOFF)
 
     def _register(self, events: Any) -> bool:
-        """Register every GPU. Return whether some failed. Raises NVMLError if all failed."""
+        """Register every GPU for events. Return whether some GPUs failed. Raises NVMLError if all failed."""
         nvml = self._nvml
         handles: dict[object, Device] = {}
         failure: Exception | None = None
@@ -160,7 +155,7 @@ class Watcher:
         return failure is not None
 
     def _wait(self, events: Any, missing: bool) -> None:
-        """Take events until closed, or until the missing GPUs are due for another attempt."""
+        """Queue events until `close`, or until `missing` GPUs are due for registration. Raises NVMLError."""
         nvml = self._nvml
         again = time.monotonic() + MISSING_AGAIN
         while not self._stopped.is_set() and not (missing and time.monotonic() > again):
@@ -184,7 +179,7 @@ class Watcher:
             self._events.append(NvmlEvent(device.pci, self._clock(), 0, NOTICES[data.eventType]))
 
     def _parent(self, handle: Any) -> Device | None:
-        """Return the GPU of a MIG instance."""
+        """Return the GPU of a MIG instance's handle, or None."""
         nvml = self._nvml
         with suppress(nvml.NVMLError):
             return self._handles.get(_identity(nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)))
@@ -192,7 +187,7 @@ class Watcher:
 
 
 def _identity(handle: Any) -> object:
-    """Return a key of an nvmlDevice_t; pynvml makes a new pointer object for each answer."""
+    """Return a dictionary key for an nvmlDevice_t, because pynvml makes a new pointer object each time."""
     if isinstance(handle, ctypes._Pointer):
         return ctypes.cast(handle, ctypes.c_void_p).value
     return handle

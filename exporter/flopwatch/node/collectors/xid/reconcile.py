@@ -1,8 +1,8 @@
-"""Count of events that several sources report: the kernel log and NVML's event set.
+"""Filter of events that the kernel log and NVML's event set both report, so that each is counted once.
 
-A source may lose events and may report late, but reports each event at most once and in order. For the events of one
-key, the count is right if one source reported all of them, or if they are further apart than the window. It is never
-too high, and too low only if within one window each source lost events that another saw.
+A source may lose events and report late, but it reports each event at most once and in order. A key's count is never
+too high. It is right if one source reported all events, or if they are further apart than the window. It is too low
+only if each source lost events within one window that the other source reported.
 """
 
 from collections import deque
@@ -11,23 +11,20 @@ from typing import Generic, TypeVar
 
 Key = TypeVar("Key", bound=Hashable)
 
-# Limit of remembered events of one key. A longer burst within the window is counted without comparison.
-MAX_EVENTS = 4096
-# Limit of those that are stored for the next process.
-MAX_STORED = 64
+MAX_EVENTS = 4096  # remembered events of one key, beyond which a burst is counted without comparison
+MAX_STORED = 64  # of these, the number that is stored for the next process
 
 
 class _Counted:
-    """Counted events of one key: the time from the first source, and all sources that reported each."""
+    """Counted events of one key, each as (time from its first source, all sources that reported it)."""
 
     def __init__(self) -> None:
         self.events: deque[tuple[float, set[str]]] = deque()
         self._dropped = 0
-        # By source, how many events it can no longer report: done already, or too old.
-        self._past: dict[str, int] = {}
+        self._past: dict[str, int] = {}  # by source: number of events that it reported or that are too old
 
     def matches(self, source: str, at: float, window: float) -> bool:
-        """Return whether an event within the window lacks this source, and add the source to it."""
+        """Return whether a counted event in the window is not yet known from `source`, and add the source to it."""
         position = max(self._past.get(source, 0), self._dropped)
         found = False
         while position < self._dropped + len(self.events):
@@ -43,7 +40,7 @@ class _Counted:
         return found
 
     def near(self, at: float, window: float) -> bool:
-        """Return whether any event is within the window."""
+        """Return whether any counted event is within `window` seconds of `at`."""
         for when, _ in reversed(self.events):
             if when < at - window:
                 return False
@@ -62,18 +59,14 @@ class _Counted:
 
 
 class Reconciler(Generic[Key]):
-    """Filter of events that another source has already reported; `window` is in seconds."""
+    """Filter of events that another source already reported, at most `window` seconds apart."""
 
     def __init__(self, window: float) -> None:
         self.window = window
         self._keys: dict[Key, _Counted] = {}
 
     def news(self, key: Key, source: str, at: float, repeats: bool = False) -> bool:
-        """Return whether to count this event; `at` is in seconds on a clock that the sources share.
-
-        A source that `repeats` may report one event any number of times. Its event counts only if no source reported
-        one.
-        """
+        """Return whether to count an event at time `at`. A source that `repeats` may report one event many times."""
         counted = self._keys.setdefault(key, _Counted())
         if counted.near(at, self.window) if repeats else counted.matches(source, at, self.window):
             return False
@@ -89,12 +82,12 @@ class Reconciler(Generic[Key]):
                 del self._keys[key]
 
     def __iter__(self) -> Iterator[tuple[Key, float, list[str]]]:
-        """Yield the remembered events, for `restore` in another process."""
+        """Yield (key, time, sources) of the remembered events, for `restore` in another process."""
         for key, counted in self._keys.items():
             for at, sources in list(counted.events)[-MAX_STORED:]:
                 yield key, at, sorted(sources)
 
     def restore(self, counted: Iterable[tuple[Key, float, Iterable[str]]]) -> None:
-        """Add events that another process counted."""
+        """Add (key, time, sources) of events that an earlier process counted."""
         for key, at, sources in counted:
             self._keys.setdefault(key, _Counted()).add(at, sources)
