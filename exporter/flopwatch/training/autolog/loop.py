@@ -34,10 +34,10 @@ class Settings:
 
 
 class LoopState:
-    """The run of this process and what is known of its training loop."""
+    """State that all hooks share: the process's run, and what is known of its training loop."""
 
     def __init__(self, settings: Settings, checkpoints: Checkpoints, detach: Callable[[], None]) -> None:
-        """Call `detach` when the run has ended: it removes all hooks."""
+        """Take `detach`, a function that removes all hooks and is called when the run has ended."""
         self.settings = settings
         self.checkpoints = checkpoints
         self.run: Run | None = None
@@ -52,7 +52,7 @@ class LoopState:
         return self.thread in (None, threading.get_ident())
 
     def active_run(self) -> Run | None:
-        """Return the run if there is one, it is still ours, and this is not a forked child."""
+        """Return the run while it records. None before it is made, after its end and in forked children."""
         run = self.run
         if run is None or self.over:
             return None
@@ -68,7 +68,7 @@ class LoopState:
         return None if run is None else run.recorder
 
     def call(self, hook: Callable[_P, _R], /, *args: _P.args, **kwargs: _P.kwargs) -> _R | None:
-        """Call a hook and return its result; catch and report its exceptions, and return None then."""
+        """Call a hook and return its result. An exception is reported, and None returned instead."""
         try:
             return hook(*args, **kwargs)
         except Exception as error:

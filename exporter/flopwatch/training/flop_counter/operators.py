@@ -1,9 +1,9 @@
-"""FLOPs of operators that are dispatched on tensors without data, in the convention `causal` (docs/counted.md).
+"""FLOPs of operators that run on tensors without data, in the convention `causal` (docs/counted.md).
 
-Matrix multiplications and convolutions have 2 FLOP per multiply-add, and again as much for each gradient. Attention
-counts half of the square under a causal mask, else the visible scores. A mask's values are computed on the host if they
-follow from constants and real buffers, else the attending module's attributes decide. A product that topk routes by,
-the router of a mixture of experts, does not count. PyTorch's own FlopCounterMode has no masks:
+Matrix multiplications and convolutions have 2 FLOP per multiply-add, and as many for each gradient. Attention counts
+half of the scores under a causal mask, else those that the mask leaves visible. A mask's values are computed if they
+follow from constants and real buffers. Otherwise attributes of the attention module decide. The router of a mixture of
+experts, a product that topk reads, does not count. PyTorch's FlopCounterMode ignores masks:
 https://github.com/pytorch/pytorch/blob/main/torch/utils/flop_counter.py
 """
 
@@ -58,7 +58,7 @@ cpu = torch.device("cpu")
 
 
 class Counter(TorchDispatchMode):
-    """Dispatch mode that counts operators on fake tensors. All of them pretend to be on the CPU.
+    """Dispatch mode of PyTorch that counts the FLOPs of operators on fake tensors, all of them on the CPU.
 
     Values that follow from the host's constants and buffers alone, such as masks, are computed as well.
     """
@@ -83,7 +83,7 @@ class Counter(TorchDispatchMode):
         self._until = time.monotonic() + DEADLINE
 
     def counted(self, tokens: int | None) -> Counted:
-        """Return the total FLOPs, for a batch of `tokens`."""
+        """Return the FLOPs of all operators so far. `tokens` is the batch's number of tokens, for the result."""
         by_op: dict[str, int] = {}
         for entry in self._entries:
             by_op[entry.op] = by_op.get(entry.op, 0) + entry.forward
@@ -92,10 +92,7 @@ class Counter(TorchDispatchMode):
         return Counted(forward, backward, tokens, {op: flops for op, flops in by_op.items() if flops})
 
     def clear(self) -> None:
-        """Release all tensors, and remove fake tensors that the forward left in the program's lists, dicts and sets.
-
-        The training loop would find them there, for example in a loss that layers add up.
-        """
+        """Release all tensors, and remove those that the forward left in the program's lists, dicts and sets."""
         self._fakes.clear()
         self._visible.clear()
         self._pairs.clear()
@@ -116,13 +113,13 @@ class Counter(TorchDispatchMode):
                     holder.discard(fake)
 
     def refuse(self, reason: str) -> Uncountable:
-        """Return an Uncountable to raise, and keep the first one in case the model catches it."""
+        """Return the first reason as an Uncountable to raise, and keep it in case the model catches it."""
         if self.refused is None:
             self.refused = Uncountable(reason)
         return self.refused
 
     def fake(self, real: torch.Tensor, *, weight: bool = False) -> torch.Tensor:
-        """Return a CPU tensor without data of the real one's shape (of all ranks, if it is distributed)."""
+        """Return a CPU tensor without data in the real one's shape, for a DTensor its global shape."""
         if isinstance(real, FakeTensor) and real.fake_mode is self.mode:
             return real
         if id(real) in self._fakes:
@@ -145,7 +142,7 @@ class Counter(TorchDispatchMode):
         return fake  # type: ignore[no-any-return]
 
     def inputs(self, arguments: inspect.BoundArguments) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments with fake tensors of unknown values, and padding masks without padding."""
+        """Return the forward's arguments as fake tensors of unknown values, with padding masks that mask nothing."""
 
         def one(real: torch.Tensor) -> torch.Tensor:
             fake: Any = self.fake(real)
@@ -248,7 +245,7 @@ class Counter(TorchDispatchMode):
         return fake
 
     def _follow(self, func: Any, args: Any, tensors: list[torch.Tensor], made: list[FakeTensor]) -> None:
-        """Mark results that depend on weights alone, and the scores of attention written by hand."""
+        """Mark results that depend on weights alone, and the scores of attention that is written as two matmuls."""
         fake: Any
         if any(is_weight(tensor) for tensor in tensors) and all(
             is_weight(tensor) or (not tensor.dtype.is_floating_point and self.known(tensor) is not None)
@@ -277,7 +274,7 @@ class Counter(TorchDispatchMode):
             scores.masks.extend(self._masks(func._opname, args, scores))
 
     def _masks(self, op: str, args: Any, scores: Scores) -> Iterator[torch.Tensor | None]:
-        """Yield the visible scores under each mask that an operator applies; None if the values are unknown."""
+        """Yield the visible scores under each mask that an operator applies, None if the mask's values are unknown."""
         for mask in args:
             if not isinstance(mask, torch.Tensor) or hasattr(mask, "_scores") or is_weight(mask):
                 continue
@@ -297,7 +294,7 @@ class Counter(TorchDispatchMode):
             self._matmul(op, a, b, args[0] if op == "baddbmm" else None, made[0], function)
         elif op in ("convolution", "_convolution"):
             image, kernel, transposed = args[0], args[1], args[6]
-            # Each element of the kernel meets each place of the smaller tensor: the input if transposed.
+            # Each element of the kernel meets each position of the smaller tensor, the input if transposed.
             places = (image if transposed else made[0]).shape
             self._add(op, 2 * kernel.numel() * prod(places) // places[1], (image, kernel), function)
         elif op == "mkldnn_rnn_layer":  # of an LSTM
@@ -369,14 +366,14 @@ class Counter(TorchDispatchMode):
     def attention(
         self, query: Any, key: Any, value: Any, mask: torch.Tensor | None, causal: bool, function: type | None = None
     ) -> None:
-        """Count an attention: query [..., heads, s, e], key and value [..., heads or fewer, s, e]."""
+        """Count the attention of query [..., heads, queries, e] to key and value [..., heads or fewer, keys, e]."""
         sizes = prod(query.shape[:-2]), query.shape[-2], key.shape[-2], query.shape[-1] + value.shape[-1]
         self._attention((query, key), sizes, mask, causal, function)
 
     def _attention(
         self, operands: tuple[Any, ...], sizes: tuple[int, ...], mask: Any, causal: bool, function: type | None
     ) -> None:
-        """Count an attention of these sizes: heads of all samples, queries, keys, dimensions of key plus value."""
+        """Count an attention. `sizes` are heads of all samples, queries, keys, dimensions of key plus value."""
         among, queries, keys, dims = sizes
         if self.packs:
             self._refuse_packed()
@@ -390,7 +387,7 @@ class Counter(TorchDispatchMode):
         self._add("attention", dims * twice, operands, function)
 
     def _twice_pairs(self, among: int, queries: int, keys: int, visible: torch.Tensor | None) -> int:
-        """Return twice the number of visible scores under a mask, for `among` heads and samples."""
+        """Return twice the number of scores that are `visible` under a mask, for `among` heads of all samples."""
         if visible is None:
             return among * self._twice_pairs_of_module(queries, keys)
         if id(visible) not in self._pairs:
@@ -405,7 +402,7 @@ class Counter(TorchDispatchMode):
         return twice * among // heads
 
     def _twice_pairs_of_module(self, queries: int, keys: int) -> int:
-        """Return twice the number of visible scores of one head, from the attending module's attributes."""
+        """Return twice the number of visible scores of one head, from the attention module's attributes."""
         self._refuse_packed()  # transformers finds samples by their positions and builds a mask from them
         for module in modules_at_work():
             causal = getattr(module, "is_causal", None)
@@ -422,7 +419,7 @@ class Counter(TorchDispatchMode):
             raise self.refuse("position_ids without attention_mask: whether samples are packed depends on data")
 
     def visible(self, mask: torch.Tensor, *, hides: bool = False) -> torch.Tensor | None:
-        """Return the visible scores of a mask as booleans; None if its values are unknown."""
+        """Return booleans, True for each visible score, None if unknown. `hides`: True in the mask hides the score."""
         if (value := self.known(mask)) is None:
             return None
         which = (value.data_ptr(), value._version, value.shape, value.stride(), hides)  # each layer cuts its own view

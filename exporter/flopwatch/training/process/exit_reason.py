@@ -1,6 +1,6 @@
 """Reason why a process ends, as a short label: `KeyError`, `OSError ENOSPC`, `SystemExit 3`.
 
-Never an exception's message, which may contain anything.
+It never has the exception's message, which may contain secrets.
 """
 
 import errno
@@ -11,7 +11,7 @@ _STRANGE = re.compile(r"[^A-Za-z0-9_]")
 
 
 def ended_by(error: BaseException | None) -> str:
-    """Return the label of an exception; "" for None, and for an exception that raises when it is inspected."""
+    """Return the label of an exception. "" for None, and for an exception that raises when it is inspected."""
     try:
         if error is None:
             return ""
@@ -29,10 +29,9 @@ def ended_by(error: BaseException | None) -> str:
 
 
 def now() -> str:
-    """Return the label of the exception that ends this process; "" if Python does not know one.
+    """Return the label of the exception that ends this process, "" if Python does not know one.
 
-    It is the exception being handled, else the one that reached the interpreter, which stores it before it calls
-    sys.excepthook. After sys.exit() none is stored.
+    It is the exception being handled, else sys.last_value, which is set for an uncaught exception, not by sys.exit().
     https://docs.python.org/3/library/sys.html#sys.last_value
     """
     handled = sys.exc_info()[1]

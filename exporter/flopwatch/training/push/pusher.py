@@ -63,7 +63,7 @@ class Pusher:
             raise
 
     def stop(self, last: Snapshot | None) -> None:
-        """Push `last`, if given, and stop; all calls together take at most LAST_PUSH seconds."""
+        """Push the snapshot `last`, if given, and stop. All calls together take at most LAST_PUSH seconds."""
         if not self._stopping:
             self._stop_deadline = time.monotonic() + LAST_PUSH
             self._last, self._stopping = last, True

@@ -23,7 +23,7 @@ from flopwatch.training.totals import Mark
 
 
 class Phases:
-    """Hooks of one run that measure phases."""
+    """Hooks that measure the phases of one run's steps."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -126,10 +126,7 @@ _attached: dict[Recorder, Phases] = {}
 
 
 def attach(recorder: Recorder, model: object = None) -> Phases:
-    """Measure the phases of all optimizers and of a model as the loop calls it; further calls add further models.
-
-    Without a model, forward and backward are not measured.
-    """
+    """Measure the steps of all optimizers, and forward and backward of `model`, if given. Each call may add a model."""
     phases = _attached.get(recorder)
     try:
         if phases is None:
@@ -143,7 +140,7 @@ def attach(recorder: Recorder, model: object = None) -> Phases:
 
 
 class _Hook:
-    """Hook that runs in measured steps only, never raises, and is replaced by a no-op when its module is copied."""
+    """Hook that runs in measured steps only and never raises. In a copy of its module it does nothing."""
 
     def __init__(self, recorder: Recorder, does: Callable[..., None]) -> None:
         self._recorder = recorder

@@ -18,7 +18,7 @@ from flopwatch.training.recorder import Recorder
 
 
 class Runtime:
-    """Callbacks of one run for Dynamo and the allocator."""
+    """Callbacks of one run that record Dynamo's compilations and the statistics of the CUDA allocator."""
 
     def __init__(self, recorder: Recorder, memory: Callable[[], list[Mapping[str, Any]]]) -> None:
         self._recorder = recorder
@@ -80,14 +80,14 @@ class Runtime:
 
 
 def cuda_memory() -> list[Mapping[str, Any]]:
-    """Return the allocator's statistics for each CUDA device; an empty list if CUDA is not in use."""
+    """Return the allocator's statistics for each CUDA device, an empty list if CUDA is not in use."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return []
     return [torch.cuda.memory_stats_as_nested_dict(index) for index in range(torch.cuda.device_count())]
 
 
 def attach(recorder: Recorder, memory: Callable[[], list[Mapping[str, Any]]] = cuda_memory) -> Runtime:
-    """Record compilations and the allocator's statistics; call it on the training loop's thread."""
+    """Record compilations and the allocator's statistics. Call it on the training loop's thread."""
     runtime = Runtime(recorder, memory)
     try:
         runtime.listen()

@@ -4,9 +4,7 @@ DDP: two callbacks on the autograd engine bracket the reducer's own. The first i
 queues the second when it runs. https://docs.pytorch.org/docs/stable/notes/ddp.html#internal-design
 Host (gloo): `Work.wait` and `wait_tensor` are replaced by functions that read the clock before and after.
 FSDP2 on CUDA: marks on the compute stream bracket its waits, in private parts of PyTorch. If one is missing, the wait
-is not measured, and a warning is logged.
-
-docs/stragglers.md lists what is absent. A step under no_sync() has no wait. A CUDA graph's capture is not marked.
+is not measured, and a warning is logged. docs/stragglers.md lists what is absent.
 """
 
 import functools
@@ -26,13 +24,13 @@ from flopwatch.training.totals import Mark
 
 log = logging.getLogger("flopwatch")
 
-# About how many parameters have a hook: a single one may be in a part of the model that a step leaves out.
+# About how many parameters have a hook. One is not enough, because a step may leave out its part of the model.
 WATCHED_PARAMETERS = 4
-STEPS_TO_BE_SURE = 2  # without a wait, after which a warning is logged
+STEPS_TO_BE_SURE = 2  # steps without a wait after which a warning is logged
 
 
 class Unmeasured(Exception):
-    """The wait for other ranks cannot be measured. The message gives the reason."""
+    """Error raised when the wait for other ranks cannot be measured. The message gives the reason."""
 
 
 class Watch:
@@ -51,7 +49,7 @@ class Watch:
             self.handles.pop().remove()
 
     def begins(self) -> Mark | None:
-        """Return the begin of a wait; None in a step that is not measured, in another wait or in a graph's capture."""
+        """Return the begin of a wait. None in an unmeasured step, in another wait or in a CUDA graph's capture."""
         recorder, cuda = self.recorder, torch.cuda
         try:
             if not recorder.measuring or recorder.in_wait:
@@ -65,7 +63,7 @@ class Watch:
             return None
 
     def ends(self, began: Mark | None) -> None:
-        """Record a wait that ends now, if one began."""
+        """Record a wait from `began` until now, unless that is None."""
         recorder = self.recorder
         try:
             if began is not None:
@@ -82,7 +80,7 @@ class Watch:
         self.recorder.failed("watch", error)
 
     def check(self) -> None:
-        """Log once if steps were taken without a wait; called before each push."""
+        """Log once if the first steps had no wait. Called before each push."""
         position = self.recorder.position
         if self._seen or position is None:
             return
@@ -94,9 +92,9 @@ class Watch:
 
 
 def watch(recorder: Recorder, model: object = None) -> Watch:
-    """Record this model's waits for other ranks and those of the host; log the reason if that is impossible.
+    """Record waits for other ranks in DDP or FSDP2, or without a model those on the host, or log why it is impossible.
 
-    Call it in the loop's thread, after the model was wrapped. The wait counts as measured once one was seen.
+    Call it on the loop's thread, after the model was wrapped. The wait counts as measured once one was seen.
     """
     watched = Watch(recorder)
     try:
@@ -157,7 +155,7 @@ def _tensor_parallel(group: Any) -> bool:
 
 
 class _Replaced:
-    """Replaced method; `remove()` restores it, unless other code has replaced it since."""
+    """Replaced method. `remove()` restores the original, unless other code has replaced it since."""
 
     def __init__(self, owner: Any, name: str, ours: Callable[..., Any]) -> None:
         # A weak reference, so that the run does not keep a deleted model alive.
@@ -187,7 +185,7 @@ class _Bracket:
 
     @torch.utils.hooks.unserializable_hook  # type: ignore[untyped-decorator]
     def backward(self, _: torch.Tensor) -> None:
-        """Queue the first callback once per backward pass; a parameter's hook, called before its gradient is added."""
+        """Queue the first callback, once per backward pass. PyTorch calls this before it adds a gradient."""
         try:
             if torch.compiler.is_compiling():
                 return  # compiled autograd does not run these callbacks
@@ -292,7 +290,7 @@ _replaced: list[_Replaced] = []
 
 
 def _watch_host(watched: Watch) -> None:
-    """Record this thread's waits in collectives called from Python; replaces the previous watch."""
+    """Record this thread's waits in collectives called from Python, and end the previous recording."""
     while _replaced:
         _replaced.pop().remove()
     for owner, name in ((torch.distributed.Work, "wait"), (torch.distributed._functional_collectives, "wait_tensor")):
