@@ -1,7 +1,4 @@
-"""Context managers and iterators that `Run` returns to a training loop, such as `with run.activity("evaluation"):`.
-
-Each records the time at which it begins and ends. None raises an error of its own or hides an exception of the loop.
-"""
+"""Context managers and iterators that `Run` returns to a training loop. They record times and raise no own errors."""
 
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
@@ -41,7 +38,7 @@ class Activity:
 
 
 class Checkpoint:
-    """Context manager around a blocking save. Unless it raises, the checkpoint of `step`, or the last, is durable."""
+    """Context manager around a blocking save of `step` (None: the last). The checkpoint is durable unless it raises."""
 
     def __init__(self, recorder: Recorder, step: int | None) -> None:
         self._recorder, self._step = recorder, step

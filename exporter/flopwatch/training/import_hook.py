@@ -33,8 +33,6 @@ def _call(then: Callable[[], None]) -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finder that adds callbacks to the import of each module named in `waiting`."""
-
     def __init__(self) -> None:
         self.waiting: dict[str, list[Callable[[], None]]] = {}
 
@@ -53,8 +51,7 @@ class _Finder(MetaPathFinder):
         return None
 
     def _add_callbacks(self, name: str, spec: ModuleSpec) -> None:
-        # On the instance, so that the loader keeps its type. importlib.util.find_spec, which only looks a module up,
-        # gets a loader of its own that is never run.
+        # On the instance, so that the loader keeps its type. Mere lookups get a loader of their own, which never runs.
         loader = spec.loader
         original = getattr(loader, "exec_module", None)
         if loader is None or original is None or not hasattr(loader, "__dict__"):

@@ -1,7 +1,4 @@
-"""Instruments of a run: lookup of its GPU and parallel groups, and hooks that measure inside PyTorch.
-
-They do not import torch before the job does: they look in sys.modules, and import torch only in methods.
-"""
+"""Instruments of a run: lookup of GPU and parallel groups, and hooks in PyTorch. Only methods import torch."""
 
 import itertools
 import logging

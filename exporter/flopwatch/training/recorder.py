@@ -42,14 +42,11 @@ _logged: dict[tuple[str, type[BaseException]], set[str]] = {}
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Content of one push: OTLP resource attributes, and (labels, value) pairs by family.
-
-    `step_durations` has the histogram's bounds in seconds, counts and sum. None on all ranks but rank 0.
-    """
+    """Content of one push: resource attributes, (labels, value) by family, (bounds, counts, sum) of step durations."""
 
     resource: dict[str, str | int | float]
     points: dict[Metric, list[tuple[dict[str, str], float]]]
-    step_durations: tuple[tuple[float, ...], list[int], float] | None
+    step_durations: tuple[tuple[float, ...], list[int], float] | None  # bounds in seconds; None except on rank 0
 
 
 def ignore(_: Event) -> None:
@@ -130,8 +127,6 @@ class Recorder:
         except Exception as error:
             self.failed(what, error)
 
-    # Steps and positions.
-
     @property
     def position(self) -> int | None:
         """Return the run's completed steps, restored ones included. None if unknown, or before the first step."""
@@ -151,11 +146,7 @@ class Recorder:
 
     @property
     def measure_every(self) -> int:
-        """Return N: phases and waits are measured in every N-th step. Assigning N fixes it.
-
-        N is the highest power of 2 for which N steps take at most MEASURED_EVERY seconds, else 1. A step takes equally
-        long on all ranks, so all ranks choose the same N and measure the same steps.
-        """
+        """Return N: phases and waits are measured in every N-th step, on all ranks. Assigning N fixes it."""
         return self._measure_every
 
     @measure_every.setter
@@ -164,7 +155,7 @@ class Recorder:
         self._measures_by_time = False
 
     def choose_steps(self, step_seconds: float) -> None:
-        """Choose N of `measure_every` from the mean duration of a step in seconds, unless N was assigned."""
+        """Set N of `measure_every` to the highest power of 2 for which N steps take at most MEASURED_EVERY seconds."""
         every = 1
         while step_seconds > 0 and 2 * every * step_seconds <= MEASURED_EVERY:
             every *= 2
@@ -195,8 +186,6 @@ class Recorder:
                     self.totals.events.clear()
             finally:
                 self.lock.release()
-
-    # What instruments call, from any thread.
 
     def phase(self, name: str, began: Mark, ended: Mark) -> None:
         """Record that the phase `name`, one of catalogue.PHASES, of the open step lasted from one mark to the other."""
@@ -235,18 +224,14 @@ class Recorder:
         self.note("batches", Totals.waits_for_batch, get_ident(), at=began)
         self.note("batches", Totals.got_batch, get_ident(), at=ended)
 
-    # FLOPs that are found while the run goes on.
-
     @property
     def has_flops(self) -> bool:
         """Return whether FLOPs per token, or a formula for packed samples, are set."""
         return self.totals.flops_per_token is not None or self.totals.packed_flops is not None
 
     def counted(self, flops: float) -> None:
-        """Record FLOPs that were counted for the open step on this rank's pipeline stage. They replace declared FLOPs.
-
-        Every other stage is assumed to need as many, so that the sum over all stages is right.
-        """
+        """Record FLOPs counted for the open step on this rank's pipeline stage, in place of declared FLOPs."""
+        # Other stages are assumed to need as many, which is right in the sum over all stages.
         self.flops_source = "counted"
         stages = self.parallel.pp[1] if self.parallel is not None and self.parallel.pp is not None else 1
         self.record((Totals.counted_flops, 0.0, flops * stages))

@@ -1,8 +1,8 @@
 """`Run`: the class through which a training loop reports its steps to flopwatch.
 
-A step costs a few hundred nanoseconds, because step() only records an event. Another thread adds events up and pushes
-totals (push/). No method raises, whatever its arguments: errors are counted in training_hook_errors_total and logged
-once. Call the methods on the training loop's thread, because activities on other threads are ignored.
+step() only records an event, in a few hundred nanoseconds. Another thread adds events up and pushes totals (push/).
+No method raises: errors are counted in training_hook_errors_total and logged once. Call the methods on the training
+loop's thread, because activities on other threads are ignored.
 """
 
 from __future__ import annotations
@@ -72,10 +72,8 @@ class Run:
     hardware_flops_per_token   FLOPs of one token including recomputation, for HFU
     dtype            of the matrix multiplications, for which the peak of this rank's card is looked up
     peak_flops       FLOP/s in place of that peak. `peak_source` is their origin, for a label that begins "override"
-    replica_ranks    ranks that share one model replica: tensor x pipeline x context parallel, without expert parallel.
-                     Detected for one rank, DDP, FSDP and DTensor
-    parallel         this rank's coordinates: a torch DeviceMesh, or {"dp": (rank, size), "tp": ..., "pp", "cp", "ep"}.
-                     Detected where Megatron set them up
+    replica_ranks    ranks that share a model replica: tensor x pipeline x context parallel. Detected for DDP and FSDP
+    parallel         DeviceMesh, or {"dp": (rank, size), "tp": ..., "pp", "cp", "ep"}. Detected for Megatron
     model            DDP, FSDP2 or any module, whose waits for other ranks and phases are measured
     gpu_uuid         of this rank's GPU. Else FLOPWATCH_GPU_UUID, else torch's current CUDA device
     owner, team      of the run, for alerts. Else FLOPWATCH_OWNER, FLOPWATCH_TEAM, else the scheduler's
@@ -87,10 +85,8 @@ class Run:
     clock, process   function that returns monotonic seconds, and this process as the kernel sees it
     before           (activity, begin, end) on `clock` of what this process did before the run was made
 
-    The rest is detected: rank, world_size, local_rank and attempt from the launcher (launcher.py), tenant from
-    FLOPWATCH_TENANT, else Slurm's account or the pod's namespace. Pushes take a bearer token from FLOPWATCH_TOKEN_FILE,
-    headers from FLOPWATCH_HEADERS and FLOPWATCH_HEADERS_FILE, and a CA for https from FLOPWATCH_CA_FILE. FLOPWATCH_HOST
-    replaces the host's name. FLOPWATCH_DISABLE=1 disables pushing. A new Run ends an earlier one in the same process.
+    The rest is detected (process/launcher.py) or set by FLOPWATCH_* variables, such as tokens (docs/training.md).
+    FLOPWATCH_DISABLE=1 disables pushing. A new Run ends an earlier one in the same process.
     """
 
     _newest: Run | None = None  # the one that pushes
@@ -222,8 +218,6 @@ class Run:
         if self._instruments is not None:
             self._instruments.attach(None)
 
-    # What the training loop calls.
-
     if TYPE_CHECKING:
 
         def step(  # noqa: D102 -- the docstring is below, where help() finds it
@@ -294,9 +288,9 @@ class Run:
     def checkpoint(self, step: int | None = None) -> AbstractContextManager[None]:
         """Return a context manager around a blocking save of the checkpoint of `step`, by default the last one.
 
-        The checkpoint must be durable when the block ends, and counts as durable unless the block raises. For a save
-        that continues in the background, put activity("checkpoint_save") around its blocking part. Then call
-        checkpoint_goes_on(), or put background_save() around the rest and call checkpoint_committed() at its end.
+        Unless the block raises, the checkpoint must be durable when it ends. For a save that goes on in the background,
+        put activity("checkpoint_save") around its blocking part. Then call checkpoint_goes_on(), or put
+        background_save() around the rest and call checkpoint_committed() at its end.
         """
         return contexts.Checkpoint(self.recorder, None if step is None else int(amount("step", step)))
 
@@ -310,12 +304,10 @@ class Run:
         """Return a context manager, usable on any thread, around a checkpoint save that runs while training goes on."""
         return contexts.Background(self.recorder)
 
+    # A rank that measures fewer waits than others looks like the straggler.
     @_guarded(_empty)
     def collective_wait(self) -> AbstractContextManager[None]:
-        """Return a context manager around a wait for other ranks that `watch()` does not measure.
-
-        Every rank must measure the same waits, because a rank that measures fewer looks like the straggler.
-        """
+        """Return a context manager around a wait for other ranks that `watch()` misses. Use it on all ranks alike."""
         return contexts.Wait(self.recorder)
 
     @_guarded(lambda: None)
@@ -334,10 +326,7 @@ class Run:
 
     @_guarded(lambda: None)
     def checkpoint_goes_on(self, future: Future[Any], step: int | None) -> None:
-        """Report a background save, whose checkpoint of `step` is durable once `future` is done without an error.
-
-        With step=None it never counts as durable, because a restart would not know its step.
-        """
+        """Report a background save, durable once `future` is done without an error, but never with step=None."""
         contexts.commit_when_done(self.recorder, future, None if step is None else int(amount("step", step)))
 
     @_guarded(lambda: None)
@@ -388,7 +377,7 @@ class Run:
         return self.recorder.alive
 
     def snapshot(self, *, last: bool = False) -> Snapshot:
-        """Return totals and gauges up to now as the content of one push. The `last` does not wait for the device."""
+        """Return totals and gauges up to now as the content of one push. If `last`, do not wait for the device."""
         return self._snapshots.take(last=last)
 
     def _work(self, tokens: object, more: Mapping[str, object]) -> Work:

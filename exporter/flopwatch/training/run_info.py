@@ -1,7 +1,4 @@
-"""Facts that a run declares about itself, which each push carries as labels and resource attributes.
-
-Arguments of `Run` take precedence over FLOPWATCH_* variables, and these over the launcher (process/launcher.py).
-"""
+"""Facts that each push carries as labels and resource attributes, from Run's arguments, FLOPWATCH_* or the launcher."""
 
 import socket
 from collections.abc import Callable, Mapping
@@ -84,10 +81,7 @@ class RunInfo:
 def declare(
     given: Arguments, process: launcher.Process, start: float, dtype: str, submitted: float | None, **texts: str | None
 ) -> RunInfo:
-    """Return the facts of this rank, without its identity and peak. `start` and `submitted` are Unix times.
-
-    `texts` has Run's arguments tenant, gpu_uuid, owner, team and page, None if not given.
-    """
+    """Return this rank's facts, still without identity and peak. `texts` are tenant, gpu_uuid, owner, team and page."""
     host = given.text(None, "FLOPWATCH_HOST") or socket.gethostname()
     launch = launcher.launch(given.environ, host, process)
     submitted = given.unix_time("FLOPWATCH_SUBMITTED_AT") if submitted is None else submitted

@@ -37,7 +37,7 @@ class Moment(Protocol):
     recorded: float  # seconds on the run's clock when the host recorded it, which is not later than the moment
 
     def at(self) -> float | None:
-        """Return the moment in seconds on the run's clock; None if the device is not there yet."""
+        """Return the moment in seconds on the run's clock, None if the device has not reached it yet."""
 
 
 Mark = float | Moment
@@ -87,10 +87,9 @@ class Spikes:
 
 
 class Totals:
-    """Totals of one process since it started, and the run's position. Used by one thread at a time."""
+    """Totals of one process since `start` on its clock, for one thread at a time. Events that raise call `failed`."""
 
     def __init__(self, start: float, failed: Callable[[str, Exception], None]) -> None:
-        """Begin at `start`, in seconds on the run's clock. `failed(what, error)` is called for an event that raises."""
         self.timeline = Timeline(start)
         self.events: deque[Event] = deque()
         self._failed = failed
@@ -105,7 +104,6 @@ class Totals:
         self.hardware_flops_per_token: float | None = None
         self.uncountable = False  # FLOPs cannot be counted
         self.measures_wait = False
-        # The totals.
         self.steps = 0
         self.tokens = self.samples = self.flops = self.hardware_flops = 0.0
         self.tokens_known, self.samples_known = True, False

@@ -1,9 +1,9 @@
 """Recording of a training script that does not call flopwatch itself, through PyTorch's hooks (docs/run.md).
 
 A step ends with the step() of the main optimizer, if a backward pass ran since the last step. The main optimizer is the
-first one seen. Another one replaces it after TURNS steps without a step of the main one. If no backward pass is ever
-seen (torch.func), each step() of the main optimizer but the first counts. The run begins when the first optimizer is
-made. If the script has a Run of its own, all hooks are removed for good.
+first one seen, until another makes TURNS steps without it. If no backward pass is ever seen (torch.func), each step()
+of the main optimizer but the first counts. The run begins when the first optimizer is made. If the script has a Run of
+its own, all hooks are removed.
 https://docs.pytorch.org/docs/stable/generated/torch.optim.Optimizer.register_step_post_hook.html
 """
 
@@ -100,7 +100,7 @@ class Attachment:
             checkpoints.uninstall()
 
     def _begin(self, surely: bool) -> Run | None:
-        """Return the run. Make it if this process `surely` trains, or has its rank and no Run of the script's own."""
+        """Return the run, made now if this process `surely` trains, or has its rank and does not import Run itself."""
         loop = self._loop
         if loop.run is not None or loop.over:
             return loop.active_run()
@@ -209,7 +209,6 @@ class Attachment:
             self._models.look_no_more()
 
     def _find_position(self, run: Run, optimizer: torch.optim.Optimizer | None) -> None:
-        """Report the step from which the run was resumed, if the optimizer's state was loaded."""
         if optimizer is None or optimizer not in self._loaded:
             return
         step = self._loop.checkpoints.loaded_step
@@ -271,7 +270,7 @@ class Attachment:
 
 
 def to_process(settings: Settings) -> Attachment:
-    """Attach the hooks to this process as soon as it has imported torch."""
+    """Attach flopwatch's hooks to this process, which has just imported torch."""
     return Attachment(settings, install(settings.step_from))
 
 

@@ -183,7 +183,7 @@ class Loaders:
         self._always_training.discard(dataset)
 
     def _dropped(self, dataset: int, at: Mark | None) -> None:
-        """Record that a loop over batches ended, by itself (began to wait at `at`) or by `break` (None)."""
+        """Record that a loop over batches ended. Its last wait began at `at`, None after a `break`."""
         self._iterating.pop(dataset, None)
         recorder = self._loop.active_recorder()
         if recorder is None or not self._loop.on_this_thread():
@@ -221,10 +221,7 @@ def _at(batch: Any, place: str) -> Any:
 
 
 def _fetches_ahead(caller: Any) -> int:
-    """Return by how many batches the code that fetches them, found from the frame `caller`, is ahead of the loop.
-
-    Accelerate's loaders are one batch ahead, and transformers' Trainer fetches all batches of a step before it trains.
-    """
+    """Return how many batches ahead Accelerate or transformers' Trainer, found from the frame `caller`, fetches."""
     ahead = 0
     for _ in range(MAX_FRAMES):
         if caller is None:

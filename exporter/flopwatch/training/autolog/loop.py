@@ -34,10 +34,9 @@ class Settings:
 
 
 class LoopState:
-    """State that all hooks share: the process's run, and what is known of its training loop."""
+    """State that all hooks share: run, settings and loop thread. `detach` removes the hooks when the run has ended."""
 
     def __init__(self, settings: Settings, checkpoints: Checkpoints, detach: Callable[[], None]) -> None:
-        """Take `detach`, a function that removes all hooks and is called when the run has ended."""
         self.settings = settings
         self.checkpoints = checkpoints
         self.run: Run | None = None

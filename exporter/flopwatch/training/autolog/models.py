@@ -20,7 +20,6 @@ class ModelFinder:
     """
 
     def __init__(self, loop: LoopState, settle: Callable[[Recorder], None]) -> None:
-        """Take `settle`, a function that is called when a model is found, because the newest batch is for training."""
         self._settle = settle
         self._loop = loop
         self._original: Any = None
@@ -64,7 +63,7 @@ class ModelFinder:
         run = loop.active_run()
         if run is None or not any(parameter.requires_grad for parameter in module.parameters()):
             return
-        self._settle(run.recorder)
+        self._settle(run.recorder)  # the newest batch is for training
         parts = set(itertools.chain.from_iterable(model.modules() for model in self._known))
         self._known.add(module)
         if module not in parts:

@@ -55,7 +55,7 @@ def count(model: torch.nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[st
 def _count(
     model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], parts: dict[int, tuple[int, int]]
 ) -> Counted:
-    """Return the FLOPs of the model with these parameters cut into `parts`. Raises Uncountable, _Fails."""
+    """Return the FLOPs with the parameters in `parts`, by id, cut as on one rank. Raises Uncountable and _Fails."""
     counter = Counter(FakeTensorMode(allow_non_fake_inputs=True), parts)
     twins = FakeModels(counter)
     failed = None
@@ -86,7 +86,6 @@ class _Fails(Exception):
 
 
 def _reason(error: Exception) -> str:
-    """Return on one line why a forward failed."""
     frames = traceback.walk_tb(error.__traceback__)
     if any(frame.f_globals.get("__name__") == "torch.nn.attention.flex_attention" for frame, _ in frames):
         return "the number of scores under a mask function of flex_attention is unknown"
@@ -143,10 +142,7 @@ def attach(recorder: Recorder, model: torch.nn.Module) -> Attached:
 
 
 class _Passes:
-    """Forward hook that counts the FLOPs of each new batch shape once, and looks up known shapes.
-
-    It runs after the forward, so that values which the forward caches, such as position tables, are from real tensors.
-    """
+    """Forward hook that counts the FLOPs of each new batch shape once, after the model's forward has filled caches."""
 
     def __init__(self, recorder: Recorder, model: torch.nn.Module) -> None:
         self._recorder = recorder
@@ -220,10 +216,7 @@ class _Passes:
 
 
 class _Lengths:
-    """Formula batch x (a x length + b x length^2) for the FLOPs of [batch, length] inputs, fitted to counts.
-
-    It serves batches that are padded to their longest sample, so that each has another length.
-    """
+    """Formula batch x (a x length + b x length^2) for the FLOPs of batches that differ in length, fitted to counts."""
 
     def __init__(self) -> None:
         self._counts: dict[tuple[int, int, int], Counted] = {}
@@ -254,7 +247,7 @@ class _Lengths:
 
 
 def _batch_and_length(value: Any) -> tuple[int, int] | None:
-    """Return the shape [batch, length] that all tensors share, apart from scalars; None if they share none."""
+    """Return the shape [batch, length] that all tensors but scalars share, None if they share none."""
     shapes = {tuple(leaf.shape) for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor) and leaf.ndim}
     shape: Any = shapes.pop() if len(shapes) == 1 else ()
     return shape if len(shape) == 2 and prod(shape) else None

@@ -1,9 +1,9 @@
 """FLOPs of operators that run on tensors without data, in the convention `causal` (docs/counted.md).
 
 Matrix multiplications and convolutions have 2 FLOP per multiply-add, and as many for each gradient. Attention counts
-half of the scores under a causal mask, else those that the mask leaves visible. A mask's values are computed if they
-follow from constants and real buffers. Otherwise attributes of the attention module decide. The router of a mixture of
-experts, a product that topk reads, does not count. PyTorch's FlopCounterMode ignores masks:
+half of the scores under a causal mask, else those that the mask leaves visible. Masks are computed from constants and
+real buffers, else guessed from attributes of the attention module. The router of a mixture of experts, a product that
+topk reads, does not count. PyTorch's FlopCounterMode ignores masks:
 https://github.com/pytorch/pytorch/blob/main/torch/utils/flop_counter.py
 """
 
@@ -47,8 +47,7 @@ HIDDEN = -1e4  # added to a score that must not count: some write -1e4, most -in
 MATMULS = dict.fromkeys(("mm", "bmm", "mv", "dot", "vdot", "linear", "_int_mm", "_scaled_mm", "_scaled_mm_v2"), 0)
 MATMULS |= dict.fromkeys(("_grouped_mm", "_scaled_grouped_mm", "grouped_mm_fallback"), 0)
 MATMULS |= dict.fromkeys(("addmm", "_addmm_activation", "baddbmm", "addbmm", "addmv"), 1)
-# Known kernels outside PyTorch: https://github.com/Dao-AILab/flash-attention with fixed lengths, and the fallback of
-# transformers without a grouped matmul.
+# Known kernels outside PyTorch: flash-attn's with fixed lengths, and transformers' fallback for a grouped matmul.
 KERNELS = ("flash_attn::_flash_attn_forward", "transformers::grouped_mm_fallback")
 # Words in the names of PyTorch operators that multiply matrices in a way not counted here.
 OPAQUE = {"matmul", "attention", "conv", "convolution", "rnn", "lstm", "gru", "trilinear"}
@@ -58,10 +57,7 @@ cpu = torch.device("cpu")
 
 
 class Counter(TorchDispatchMode):
-    """Dispatch mode of PyTorch that counts the FLOPs of operators on fake tensors, all of them on the CPU.
-
-    Values that follow from the host's constants and buffers alone, such as masks, are computed as well.
-    """
+    """Dispatch mode that counts FLOPs on fake CPU tensors. It computes masks and other values known on the host."""
 
     supports_higher_order_operators = True
 
@@ -212,7 +208,6 @@ class Counter(TorchDispatchMode):
         return out
 
     def _run(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
-        """Return the operator's fake result, with values if all inputs are known."""
         name, tags = func.name(), func.tags
         if func is aten._grouped_mm.default and args[0].ndim == 2 and args[1].ndim == 3:
             return torch.empty(args[0].shape[0], args[1].shape[2], dtype=args[0].dtype, device=cpu)  # of any dtype

@@ -38,7 +38,6 @@ def watch(
 
 
 def _facts(accelerator: Any) -> dict[str, Any]:
-    """Return arguments of Run from the accelerator's settings."""
     replica, mesh = common.accelerate_replica()
     precision = str(accelerator.mixed_precision)
     if precision == "no":
@@ -47,8 +46,6 @@ def _facts(accelerator: Any) -> dict[str, Any]:
 
 
 class _Loop:
-    """Recorder of one accelerator's training loop."""
-
     def __init__(self, accelerator: Any, run: Run, tokens: common.TokensOf, convention: str, flops: Any) -> None:
         self.run, self._accelerator, self._tokens = run, accelerator, tokens
         if not accelerator._optimizers:
@@ -71,7 +68,6 @@ class _Loop:
             common.watch(run, model)
 
     def failed(self, what: str, error: Exception) -> None:
-        """Report an error of the method `what` to the run, which counts and logs it."""
         self.run.recorder.failed(what, error)
 
     def _role(self, loader: Any) -> str:
@@ -87,8 +83,7 @@ class _Loop:
     def batches(self, loader: Any, iterator: Iterator[Any]) -> Iterator[Any]:
         """Yield the batches of `iterator`. If `loader` is for training, count them."""
         training = self._begins(loader)
-        # The dispatcher's main process fetches for all ranks, so its batches are not those of this rank. The type is
-        # compared by name, because accelerate's loaders claim to be of the class they wrap.
+        # A dispatcher fetches for all ranks. Its type is compared by name, because loaders claim the class they wrap.
         own = self.run.world_size == 1 or type(loader).__name__ != "DataLoaderDispatcher"
         try:
             for batch in iterator:
@@ -173,7 +168,6 @@ class _Loop:
         self._session.finish("completed")
 
     def detach(self) -> None:
-        """Remove the hook on the optimizer, so that no more steps are recorded."""
         if self._hook is not None:
             self._hook.remove()
 

@@ -82,7 +82,6 @@ def count(batch: Any, tokens: TokensOf = None) -> Batch:
 
 
 def _samples(batch: Any) -> int | None:
-    """Return the first dimension of the first tensor in a batch."""
     if isinstance(batch, Mapping):
         batch = list(batch.values())
     if isinstance(batch, (list, tuple)):
@@ -108,7 +107,6 @@ def log_metrics(run: Run, log: Callable[..., Any], metrics: Any, *args: Any, **k
 
 
 def _plain(values: Mapping[str, Any], names: Sequence[str]) -> float | None:
-    """Return the first of the named values that is a Python number."""
     candidates = (values.get(name) for name in names)
     return next((float(value) for value in candidates if isinstance(value, (int, float))), None)
 
@@ -149,8 +147,7 @@ class MethodWrapper:
         return self._call(self.method, *args, **kwargs)
 
     def __reduce__(self) -> Any:
-        # A run has a thread and cannot be pickled, but the trainer or logger that holds this may be.
-        # Pickled like a bound method: while the object is unpickled, it has no attribute of its own under that name.
+        # Pickled like a bound method, because the trainer or logger that holds this may be pickled, and no run can.
         method: Any = self.method
         return getattr, (method.__self__, method.__name__)
 
@@ -164,11 +161,8 @@ def _data(loader: Any) -> int:
 
 
 def same_batches(loader: Any, first: Any) -> bool:
-    """Return whether a loader yields the batches of `first`, perhaps without the first ones.
-
-    Accelerate's skip_first_batches makes a loader whose batch sampler contains that of `first`. An iterable data set
-    has no sampler. Comparing data sets is not enough, because an evaluation may use the training's.
-    """
+    """Return whether a loader yields the batches of `first`, also if skip_first_batches made it from `first`."""
+    # Data sets decide only without samplers, because an evaluation may use the training's.
     own, theirs = getattr(loader, "batch_sampler", None), getattr(first, "batch_sampler", None)
     if own is None or theirs is None:
         return getattr(loader, "dataset", loader) is getattr(first, "dataset", first)
@@ -177,8 +171,6 @@ def same_batches(loader: Any, first: Any) -> bool:
 
 
 class _WatchedIterator(Iterator[Any]):
-    """Iterator of a loader that records the waits for its batches."""
-
     def __init__(self, iterator: Iterator[Any], session: TrainingSession, fetched: deque[Batch]) -> None:
         self._iterator, self._session, self._fetched = iterator, session, fetched
 
@@ -244,7 +236,7 @@ class TrainingSession:
         _watching = self
 
     def begin(self, activity: str) -> None:
-        """Begin an activity, unless it is open, and end another one that this method began."""
+        """Begin an activity and end the one that this method began before, unless they are the same."""
         if self._activity != activity:
             self.end()
             self._activity = activity
@@ -374,10 +366,8 @@ def watch(run: Run, model: Any) -> None:
 
 
 def accelerate_replica() -> tuple[int | None, Any]:
-    """Return how many ranks share a replica under Accelerate, None if unknown, and the device mesh, None without one.
-
-    https://huggingface.co/docs/accelerate/concept_guides/parallelism
-    """
+    """Return how many ranks share a replica under Accelerate (None: unknown), and the device mesh (None: no mesh)."""
+    # https://huggingface.co/docs/accelerate/concept_guides/parallelism
     state = framework("accelerate.state").AcceleratorState
     if not state._shared_state:  # making one would initialise it
         return None, None
@@ -404,7 +394,7 @@ def begin(name: str | None, facts: Callable[[], dict[str, Any]], given: Mapping[
 
 
 def matmul_dtype(*, precision: str) -> str:
-    """Return the name in peaks.py for a trainer's precision, such as bf16-mixed, 16-true, fp16, torch.float32 or no."""
+    """Return the dtype, as in peaks.py, for a trainer's precision: bf16-mixed, 16-true, fp16, torch.float32, no, ..."""
     name = precision.removeprefix("torch.").partition("-")[0]
     dtypes = {"bfloat16": "bf16", "bf16": "bf16", "16": "fp16", "float16": "fp16", "fp16": "fp16"}
     dtypes |= {"fp8": "fp8", "transformer": "fp8", "64": "fp64", "float64": "fp64"}

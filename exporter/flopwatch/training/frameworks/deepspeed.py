@@ -1,9 +1,9 @@
 """Callback for DeepSpeed: call `watch(engine)` after `deepspeed.initialize(...)`.
 
-The engine has no callbacks, so its methods are replaced. A step is a rise of `engine.global_steps`, once per gradient
-accumulation. Updates that an overflow skipped count too, because checkpoints count them. Written from the code of
-0.19.6 (https://deepspeed.readthedocs.io/en/latest/training.html), and tested with an engine that behaves as documented.
+A step is a rise of `engine.global_steps`, once per gradient accumulation. Updates that an overflow skipped count too,
+because checkpoints count them. Written from the code of 0.19.6, and tested with an engine that behaves as documented.
 Under pipeline parallelism only the first and last stage load batches: pass tokens_per_step.
+https://deepspeed.readthedocs.io/en/latest/training.html
 """
 
 from collections.abc import Callable
@@ -44,7 +44,6 @@ def watch(
 
 
 def _facts(engine: Any) -> dict[str, Any]:
-    """Return arguments of Run from the engine's settings."""
     precision = "bf16" if engine.bfloat16_enabled() else "fp16" if engine.fp16_enabled() else "32"
     parallel = engine.mpu if hasattr(engine.mpu, "get_data_parallel_rank") else None
     replica = common.framework("torch.distributed").get_world_size() // engine.dp_world_size

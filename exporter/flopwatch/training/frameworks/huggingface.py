@@ -83,7 +83,6 @@ class FlopwatchCallback(common.ReporterMixin, _transformers.TrainerCallback):  #
         self._before_saving(args, control)
 
     def _before_saving(self, args: Any, control: Any, evaluated: bool = False) -> None:
-        """Begin a save if one follows. After an evaluation that may depend on the metric."""
         by_metric = evaluated and str(getattr(args.save_strategy, "value", args.save_strategy)) == "best"
         saves = (control.should_save or by_metric) and (evaluated or not control.should_evaluate)
         if self._session is not None and saves:
@@ -116,7 +115,7 @@ class FlopwatchCallback(common.ReporterMixin, _transformers.TrainerCallback):  #
 
     @common.guarded
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Record the checkpoint as durable: it is complete at this event, on the main process last."""
+        """Record the checkpoint as durable on the main process, which writes last. Weights alone do not count."""
         if self._session is None or self.run is None:
             return
         self._session.end("checkpoint_save")
@@ -140,7 +139,6 @@ class FlopwatchCallback(common.ReporterMixin, _transformers.TrainerCallback):  #
 
 
 def _facts(args: Any, model: Any, convention: str) -> dict[str, Any]:
-    """Return arguments of Run from the trainer's arguments."""
     replica, mesh = common.accelerate_replica()
     precision = "bf16" if args.bf16 else "fp16" if args.fp16 else str(getattr(model, "dtype", "32"))
     dtype = common.matmul_dtype(precision=precision)

@@ -153,10 +153,8 @@ def _save(
 
 
 def _writes_in_background(run: Run, trainer: Any, saved: deque[int]) -> bool:
-    """Return whether AsyncCheckpointIO's thread writes checkpoints, and have it commit the steps in `saved`.
-
-    https://lightning.ai/docs/pytorch/stable/common/checkpointing_expert.html
-    """
+    """Return whether AsyncCheckpointIO's thread writes checkpoints, and have it commit the steps in `saved`."""
+    # https://lightning.ai/docs/pytorch/stable/common/checkpointing_expert.html
     io: Any = getattr(trainer.strategy, "checkpoint_io", None)
     if type(io).__name__ != "AsyncCheckpointIO" or getattr(io, "checkpoint_io", None) is None:
         return False
@@ -179,10 +177,7 @@ def _load(run: Run, load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _facts(trainer: Any, convention: str) -> dict[str, Any]:
-    """Return arguments of Run from the trainer's strategy.
-
-    https://lightning.ai/docs/pytorch/stable/extensions/strategy.html
-    """
+    # https://lightning.ai/docs/pytorch/stable/extensions/strategy.html
     kind, replica = type(trainer.strategy).__name__, None
     mesh: Any = getattr(trainer.strategy, "device_mesh", None)
     if kind in ("SingleDeviceStrategy", "DDPStrategy", "FSDPStrategy", "DeepSpeedStrategy"):

@@ -1,9 +1,8 @@
 """Logging handler that records torchtitan's events. TITAN_STRUCT_LOGGER_HANDLERS enables it (docs/frameworks.md).
 
-It uses the events at b5bcd76 of the main branch, and was not tried on the real trainer, which needs a GPU:
-https://github.com/pytorch/torchtitan/blob/main/torchtitan/observability/structured_logger/README.md
 Events do not contain the trainer, so it is looked up among the callers of the event `training_start`. If it is not
-found, FLOPs, parallel degrees, loss and checkpoints are absent.
+found, FLOPs, parallel degrees, loss and checkpoints are absent. Written for the main branch at b5bcd76, not tried:
+https://github.com/pytorch/torchtitan/blob/main/torchtitan/observability/structured_logger/README.md
 """
 
 import functools
@@ -21,7 +20,7 @@ _ACTIVITIES = {"eval": "evaluation", "checkpoint_load": "checkpoint_restore"}
 
 
 def register(*, structured_logger: logging.Logger, run: Mapping[str, Any] | None = None, **_: Any) -> None:
-    """Attach the handler. torchtitan calls this, or a function of your own does, with arguments of Run in `run`."""
+    """Attach the handler to torchtitan's logger. torchtitan calls this. Your own function may, with Run's arguments."""
     structured_logger.addHandler(Handler(run or {}))
 
 

@@ -1,7 +1,4 @@
-"""Reason why a process ends, as a short label: `KeyError`, `OSError ENOSPC`, `SystemExit 3`.
-
-It never has the exception's message, which may contain secrets.
-"""
+"""Label of the reason why a process ends, such as `KeyError` or `OSError ENOSPC`, without the exception's message."""
 
 import errno
 import re
@@ -29,10 +26,6 @@ def ended_by(error: BaseException | None) -> str:
 
 
 def now() -> str:
-    """Return the label of the exception that ends this process, "" if Python does not know one.
-
-    It is the exception being handled, else sys.last_value, which is set for an uncaught exception, not by sys.exit().
-    https://docs.python.org/3/library/sys.html#sys.last_value
-    """
-    handled = sys.exc_info()[1]
+    """Return the label of the exception being handled, else of the uncaught one that ends this process, else ""."""
+    handled = sys.exc_info()[1]  # sys.last_value is set before sys.excepthook, but not after sys.exit()
     return ended_by(getattr(sys, "last_value", None) if handled is None else handled)

@@ -125,8 +125,7 @@ def launch(
     rank, world_size, local_rank, one_node, started_by = _ranks(environ)
     # Ray's daemon starts the ranks of every attempt on its node, so its pid identifies no attempt.
     one_node = one_node and (world_size == 1 or "RAY_JOB_ID" not in environ)
-    # A single process may have a shell as its parent, which starts the next attempt too. The first process of a
-    # container sees no parent.
+    # A single process's parent may be a shell that starts the next attempt too. A container's first sees no parent.
     launched = one_node and os.getppid() > 0 and ("TORCHELASTIC_RUN_ID" in environ or world_size > 1)
     starter = _launcher_pid(proc, os.getppid()) if launched else process.pid
     master = environ.get("MASTER_ADDR", "")
@@ -233,11 +232,8 @@ def _namespace(environ: Mapping[str, str], pod: Path) -> str:
 
 
 def external_id(environ: Mapping[str, str], modules: Mapping[str, Any]) -> str:
-    """Return the id of this process's Weights & Biases run, "" if there is none.
-
-    Call it late, because wandb.init() may follow Run(). https://docs.wandb.ai/models/ref/python/experiments/run
-    """
-    # Looked up, not imported.
+    """Return the id of this process's Weights & Biases run, "" without one. wandb.init() may come after Run()."""
+    # Looked up, not imported. https://docs.wandb.ai/models/ref/python/experiments/run
     run = getattr(modules.get("wandb"), "run", None)
     if run is not None and not getattr(run, "disabled", False) and isinstance(name := getattr(run, "id", None), str):
         return clean(name)
@@ -245,10 +241,10 @@ def external_id(environ: Mapping[str, str], modules: Mapping[str, Any]) -> str:
 
 
 class Submission:
-    """Reader of the time at which the Slurm job was submitted. It runs `squeue` once, in the background.
+    """Reader of the Unix time at which the Slurm job was submitted. It runs `squeue` once, in the background.
 
-    Call it repeatedly on one rank of the run, until it returns the time. After a requeue Slurm only has the time of the
-    requeue, so a restarted job has no submission time. https://slurm.schedmd.com/squeue.html
+    Call it on one rank of the run until it returns the time. After a requeue it returns None, because Slurm then only
+    has the time of the requeue. https://slurm.schedmd.com/squeue.html
     """
 
     def __init__(
@@ -265,7 +261,7 @@ class Submission:
         self._answer: float | None = None
 
     def __call__(self) -> float | None:
-        """Return the job's submission as Unix time, None while it is unknown."""
+        """Return the Unix time, None while it is unknown and after a requeue."""
         if self._job:
             self._ask()
         return self._answer

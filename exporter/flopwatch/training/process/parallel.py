@@ -124,8 +124,7 @@ def _mesh(mesh: Any, world_size: int) -> dict[str, Coordinate]:
                 f"the mesh has a dimension {name!r}, not one of {', '.join(DIMENSIONS)}; pass "
                 "parallel={'dp': (rank, size), ...} instead"
             )
-        # Several dimensions of one kind are one group, in the mesh's order. Expert parallel ranks with a dimension of
-        # their own have batches of their own too.
+        # Dimensions of one kind are one group, in the mesh's order. Expert parallel ranks have batches of their own.
         for into in ("dp", "ep") if kind == "ep" else (kind,):
             outer, among = groups.get(into, (0, 1))
             groups[into] = outer * size + rank, among * size

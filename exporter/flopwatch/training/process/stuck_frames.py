@@ -11,8 +11,7 @@ from collections import deque
 from pathlib import Path
 from types import FrameType
 
-# The thread is inspected once a step or wait for a batch (AFTER), or another activity such as a checkpoint, lasts so
-# many seconds, and any of them so many mean steps.
+# Seconds after which a step or wait, or another activity, is inspected, and mean steps that must pass in any case.
 AFTER, AFTER_OTHERS, AFTER_STEPS = 15.0, 120.0, 3.0
 MEMORY, MIN_COVERED = 60.0, 30.0  # seconds: age of the stacks that count, and time that they must cover
 TOGETHER = 10.0  # seconds whose stacks are merged into one

@@ -1,9 +1,8 @@
 """OTLP encoding of snapshots, and their delivery to the node's exporter: one HTTP POST each (docs/otlp.md).
 
 Each point has the attributes `run` and `rank`. Instruments have no unit, because translation to Prometheus would append
-it to the name. Facts that only the exporter needs are metadata of a metric: databases turn resource attributes into
-labels, and a changing value would begin new series with each push. No OTEL_* variable, proxy or global provider has an
-effect. Format:
+it to the name. Facts that only the exporter needs are metadata of a metric. As resource attributes they would become
+labels, and each change would begin new series. No OTEL_* variable, proxy or global provider has an effect.
 https://github.com/open-telemetry/opentelemetry-proto/blob/main/opentelemetry/proto/metrics/v1/metrics.proto
 """
 
@@ -62,7 +61,7 @@ class _Provider(MeterProvider):
 
 
 class Wire:
-    """Sender of one process's snapshots to an OTLP `endpoint`. Used by one thread at a time. Raises ValueError."""
+    """Sender of snapshots to an OTLP `endpoint`, on one thread at a time. Raises ValueError for a bad URL or header."""
 
     def __init__(
         self,
@@ -107,7 +106,6 @@ class Wire:
         ]
 
     def _labels(self, metric: Metric) -> dict[str, str]:
-        """Return the labels `run` and `rank`, as far as this family has them."""
         return {label: text for label, text in self._identity.items() if label in metric.labels}
 
     def encode(self, snapshot: Snapshot) -> bytes:

@@ -39,7 +39,7 @@ def agreed(attempt: str, rank: int, started: float) -> str | None:
     """Return rank 0's name of the attempt through the job's store, None if rank 0 does not set it in AGREEMENT seconds.
 
     `started` is the start of this process, as Unix time. The store outlives torchrun's restarts and may have an earlier
-    attempt's name. A name is of this attempt if it was set after `started`, because all ranks must meet first. After
+    attempt's name. A name set after `started` is of this attempt, because rank 0 sets it once all ranks have met. After
     RANK_0_RENAMES seconds it may be CLOCKS_DIFFER seconds older, because rank 0's clock may be behind.
     """
     store, key = torch.distributed.distributed_c10d._get_default_store(), "flopwatch/attempt"

@@ -1,9 +1,8 @@
 """Checkpoints that PyTorch's own functions save and load: torch.save, torch.distributed.checkpoint and safetensors.
 
-A checkpoint belongs to the step at which saving began, and is committed once a restart could begin from it. A
-distributed checkpoint is committed when `save` returns or its future is done. Files are committed when training goes
-on, because they may be several and renamed at the end. Loading before the first step is checkpoint_restore.
-https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
+A checkpoint belongs to the step at which saving began. A distributed one is committed when `save` returns or its future
+is done. Files are committed when training goes on, because they may be several and renamed at the end. Loading before
+the first step is checkpoint_restore. https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
 """
 
 import functools
@@ -78,7 +77,7 @@ class Checkpoints:
             recorder.poll(self._look)
 
     def training_goes_on(self) -> None:
-        """Commit the files saved last, because no more files of that checkpoint follow once training goes on."""
+        """Record the files saved last as durable, because none of their checkpoint follows once training goes on."""
         if self._pending is not None:
             self._commit()
 
@@ -155,7 +154,6 @@ class Checkpoints:
         return bool(getattr(self._inside, "depth", None))
 
     def _is_loop(self) -> bool:
-        """Return whether this thread runs the training loop, or that thread is unknown."""
         loop = None if self.recorder is None else self.recorder.totals.loop_thread
         return loop in (None, threading.get_ident())
 
@@ -205,8 +203,6 @@ class _Around:
 
 
 class _Saving(_Around):
-    """Context manager around a call that saves an object to a file."""
-
     def __init__(self, checkpoints: Checkpoints, obj: object, file: object) -> None:
         super().__init__(checkpoints)
         self._obj, self._file = obj, file
@@ -243,8 +239,6 @@ class _Saving(_Around):
 
 
 class _SavingAll(_Around):
-    """Context manager around a save of a distributed checkpoint. With `later` it completes in the background."""
-
     def __init__(self, checkpoints: Checkpoints, later: bool = False) -> None:
         super().__init__(checkpoints)
         self._recorder: Recorder | None = None
@@ -266,14 +260,12 @@ class _SavingAll(_Around):
             self._recorder.committed(self._step)
 
     def goes_on(self, response: Any) -> None:
-        """Commit when the future that async_save returned, alone or with the stager's future, is done."""
+        """Record the checkpoint as durable once the future in async_save's `response` is done without an error."""
         if self._recorder is not None:
             commit_when_done(self._recorder, getattr(response, "upload_completion", response), self._step)
 
 
 class _Loading(_Around):
-    """Context manager around a call that loads a file and may restore a checkpoint."""
-
     def __init__(self, checkpoints: Checkpoints, is_file: bool) -> None:
         super().__init__(checkpoints)
         self._is_file = is_file
@@ -299,7 +291,6 @@ class _Loading(_Around):
             self._checkpoints.before.append(("checkpoint_restore", self._began, self._checkpoints.clock()))
 
     def see(self, loaded: object) -> None:
-        """Keep the step of a loaded checkpoint, if it has one."""
         try:
             if self._restores and (step := self._checkpoints.step_of(loaded)) is not None:
                 self._checkpoints.loaded_step = step
@@ -326,7 +317,7 @@ def attach(recorder: Recorder) -> None:
 
 
 def commit_pending(recorder: Recorder, status: str) -> None:
-    """Commit the files saved last before the run finishes, unless `status` is "failed"."""
+    """Record the files saved last as durable before the run finishes, unless `status` is "failed"."""
     if _checkpoints is not None and _checkpoints.recorder is recorder and status != "failed":
         _checkpoints.training_goes_on()
 

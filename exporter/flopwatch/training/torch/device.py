@@ -178,7 +178,7 @@ class Moments:
 
 
 class _EventPool:
-    """Events of one device, because the time between events of different devices is undefined."""
+    """Events of one device. The time between events of two devices is undefined."""
 
     def __init__(self, cuda: Cuda, index: int) -> None:
         self.cuda, self.index = cuda, index

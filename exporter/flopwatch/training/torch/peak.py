@@ -132,7 +132,6 @@ def _multiplication(dtype: str, shape: Shape, device: torch.device) -> Callable[
 
 
 def _name(device: torch.device, cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Return NVML's name of a card, or the kernel's name of the CPU."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_properties(device).name)
     try:

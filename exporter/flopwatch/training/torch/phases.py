@@ -161,7 +161,6 @@ class _Hook:
         return getattr, (nullcontext(), "__exit__")
 
 
-# If Dynamo lets Python call the model's hooks, it would compile each as a function of its own, in which is_compiling()
-# is true. Private to PyTorch: without it a model that is compiled after attaching has no forward phase.
+# Private to PyTorch. Without it Dynamo would compile hooks of a model that is compiled later: no forward phase then.
 if (skip_code := getattr(torch._dynamo.decorators, "skip_code", None)) is not None:
     skip_code(_Hook.__call__.__code__)

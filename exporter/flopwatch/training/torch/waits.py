@@ -34,7 +34,7 @@ class Unmeasured(Exception):
 
 
 class Watch:
-    """Hooks of one run that measure waits; `remove()` removes them."""
+    """Hooks of one run that measure waits for other ranks."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
@@ -92,10 +92,7 @@ class Watch:
 
 
 def watch(recorder: Recorder, model: object = None) -> Watch:
-    """Record waits for other ranks in DDP or FSDP2, or without a model those on the host, or log why it is impossible.
-
-    Call it on the loop's thread, after the model was wrapped. The wait counts as measured once one was seen.
-    """
+    """Record a model's waits for other ranks, or the host's if None, or log why not. Pass the model as wrapped."""
     watched = Watch(recorder)
     try:
         _watch(watched, model)
@@ -164,7 +161,6 @@ class _Replaced:
         setattr(owner, name, ours)
 
     def remove(self) -> None:
-        """Restore the original method."""
         owner, ours = self._owner(), self._ours()
         if owner is None or ours is None or vars(owner).get(self._name) is not ours:
             return
