@@ -281,7 +281,7 @@ class Run:
         except Exception:
             pass  # an unknown name, or one that cannot be a key
         known = ", ".join(DECLARED)
-        self.recorder.failed("activity", ValueError(f"{text_of(name)} counts as other; write one of {known}"))
+        self.recorder.failed("activity", ValueError(f"unknown {text_of(name)} counts as other; write one of {known}"))
         return self._activities.get("other", nullcontext())
 
     @_guarded(_empty)

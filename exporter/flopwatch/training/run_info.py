@@ -113,4 +113,4 @@ def declare_peak(arguments: Arguments, info: RunInfo, peak_flops: float | None, 
     if info.peak is not None:
         info.peak_source = peaks.override(info.peak, peak_source or "").source
     if peak_source is not None and peak_flops is None:
-        arguments.refuse("peak_source= is ignored: it goes with peak_flops=")
+        arguments.refuse("peak_source= is ignored without peak_flops=")

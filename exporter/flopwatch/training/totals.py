@@ -327,7 +327,7 @@ class Totals:
     def _of_the_loop(self, thread: int, what: str) -> bool:
         if self.loop_thread in (None, thread):
             return True
-        self._failed(what, RuntimeError(f"{what}() on another thread is not the training loop's time, and is ignored"))
+        self._failed(what, RuntimeError(f"{what}() is ignored on any thread but the training loop's"))
         return False
 
 

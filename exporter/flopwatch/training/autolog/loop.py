@@ -75,5 +75,5 @@ class LoopState:
                 self.run.recorder.failed("attach", error)
             else:
                 self.over = True
-                log.warning("this process cannot be watched: %s (training goes on without it)", error, exc_info=error)
+                log.warning("flopwatch cannot record this process: %s (training goes on)", error, exc_info=error)
             return None

@@ -72,7 +72,7 @@ class FakeModels:
         if id(module) in self._modules:
             return self._modules[id(module)]
         if isinstance(module, torch.jit.ScriptModule):
-            raise Uncountable(f"{module.original_name} is TorchScript, which can't be looked into")
+            raise Uncountable(f"{module.original_name} is TorchScript, whose operators the counter does not see")
         twin = object.__new__(type(module))
         self._modules[id(module)] = twin
         state = dict(module.__dict__)

@@ -176,11 +176,11 @@ class Counter(TorchDispatchMode):
         if time.monotonic() > self._until:
             raise self.refuse(f"counting took more than {DEADLINE:.0f} s")
         if not issubclass(type(func), torch._ops.OpOverload):
-            raise self.refuse(f"{func} can't be looked into")
+            raise self.refuse(f"the counter does not see the operators inside {func}")
         if "c10d" in func.namespace:
             raise self.refuse(f"the forward communicates by itself: {func.name()}")
         if func.namespace not in ("aten", "prim", "prims", "profiler") and func.name() not in KERNELS:
-            raise self.refuse(f"{func.name()} is a kernel that PyTorch can't look into")
+            raise self.refuse(f"the counter does not know the kernel {func.name()}")
         args, kwargs = tree_map_only(torch.Tensor, self.fake, (args, kwargs or {}))
         if kwargs.get("device") is not None:
             kwargs["device"] = cpu
@@ -219,7 +219,7 @@ class Counter(TorchDispatchMode):
         try:
             out = func(*args, **kwargs)
         except (DynamicOutputShapeException, DataDependentOutputException):
-            raise self.refuse(f"the forward depends on data: they decide the result's shape of {name}") from None
+            raise self.refuse(f"the forward depends on data: values decide the shape that {name} returns") from None
         made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, FakeTensor)]
         if computable and made and all(fake.numel() <= MAX_COMPUTED for fake in made):
             real = [leaf for leaf in tree_leaves(self._computed(func, args, kwargs)) if isinstance(leaf, torch.Tensor)]
@@ -303,7 +303,7 @@ class Counter(TorchDispatchMode):
                 raise self.refuse(f"the forward calls {func.name()}")
             if op == "_flash_attn_forward":
                 if (given["window_size_left"], given["window_size_right"]) not in ((-1, -1), (-1, 0)):
-                    raise self.refuse("flash_attn with a window is not known here")
+                    raise self.refuse("the counter does not know flash_attn with a window")
                 q, k, v = given["q"], given["k"], given["v"]
                 batch, queries, heads, dim = q.shape
                 sizes = batch * heads, queries, k.shape[1], dim + v.shape[3]
@@ -313,7 +313,7 @@ class Counter(TorchDispatchMode):
                 mask = given.get("attn_mask", given.get("attn_bias"))
                 self.attention(query, key, value, mask, bool(given.get("is_causal")), function)
         elif not op.startswith("_thnn_fused") and any(word in OPAQUE or word.endswith("mm") for word in op.split("_")):
-            raise self.refuse(f"{func.name()} is not known here")
+            raise self.refuse(f"the counter does not know the operator {func.name()}")
 
     def _add(self, op: str, flops: int, operands: tuple[torch.Tensor, ...], function: type | None) -> OperatorFlops:
         flops *= max(map(parts_of, operands))  # one part on each of these ranks

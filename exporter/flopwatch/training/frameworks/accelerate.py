@@ -49,7 +49,7 @@ class _Loop:
     def __init__(self, accelerator: Any, run: Run, tokens: common.TokensOf, convention: str, flops: Any) -> None:
         self.run, self._accelerator, self._tokens = run, accelerator, tokens
         if not accelerator._optimizers:
-            raise RuntimeError("nothing was prepared yet; call watch() after accelerator.prepare()")
+            raise RuntimeError("no optimizer was prepared yet; call watch() after accelerator.prepare()")
         self._session = common.TrainingSession(run, role=self._role, tokens=tokens)
         self._hook: Any = None
         model = accelerator.unwrap_model(accelerator._models[0]) if accelerator._models else None

@@ -308,7 +308,7 @@ class TrainingSession:
         if given is None and hasattr(config, "model_type"):
             try:
                 if not all(parameter.requires_grad for parameter in model.parameters()):
-                    raise flops.UnknownModel("part of the model is frozen, which its config does not say")
+                    raise flops.UnknownModel("some parameters are frozen, and the config does not show which")
                 transformer = flops.from_config(config)
                 self.run.recorder.set_flops(convention=convention, source="config", per_token=transformer)
             except flops.UnknownModel as error:

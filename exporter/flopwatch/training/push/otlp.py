@@ -145,11 +145,11 @@ class Wire:
             if self._token_file is not None:
                 headers["Authorization"] = f"Bearer {self._token_file.read_text().strip()}"
         except (OSError, ValueError) as error:
-            raise Undelivered(f"no token: {error}") from error
+            raise Undelivered(f"cannot read the token or the headers: {error}") from error
         try:
             connection = self._connect()
         except OSError as error:
-            raise Undelivered(f"no CA: {error}") from error
+            raise Undelivered(f"cannot use the CA file: {error}") from error
         try:
             connection.request("POST", self._path, gzip.compress(body, 1), headers)
             response = connection.getresponse()

@@ -105,7 +105,7 @@ def _watch(watched: Watch, model: object) -> None:
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return  # a single rank never waits
     if "pp" in (others := _others(watched.recorder)):
-        raise Unmeasured("a pipeline's stages wait for one another whether a rank is late or not")
+        raise Unmeasured("a pipeline's stages wait for one another even if no rank is slow")
     model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
     if not isinstance(model, torch.nn.Module):
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
