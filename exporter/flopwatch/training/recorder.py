@@ -1,6 +1,6 @@
 """Recorder of one training process: the loop and the hooks in PyTorch append events, and the push thread adds them up.
 
-Recording reads a clock and appends to a deque: no lock, no device synchronisation, no system call. totals.py adds up.
+Recording an event (totals.py) reads a clock and appends to a deque: no lock, no device synchronisation, no system call.
 Errors are counted in training_hook_errors_total, and the first few are logged.
 """
 

@@ -296,7 +296,7 @@ class Run:
 
     @_guarded(_empty)
     def host_to_device(self) -> AbstractContextManager[None]:
-        """Return a context manager around a batch's copy to the device, on the stream that copies. It is a phase."""
+        """Return a context manager that records a batch's copy to the device as a phase, on the copying stream."""
         return contexts.Copy(self.recorder)
 
     @_guarded(_empty)
@@ -312,7 +312,7 @@ class Run:
 
     @_guarded(lambda: None)
     def restored(self, step: int | None, tokens: float | None = None) -> None:
-        """Report the step of a restored checkpoint, and the tokens its replica had consumed. The next step follows.
+        """Report the step of a restored checkpoint, and the tokens its replica had consumed, before the next step.
 
         With step=None the position is unknown, and the run has no position series and no goodput.
         """
@@ -326,7 +326,7 @@ class Run:
 
     @_guarded(lambda: None)
     def checkpoint_goes_on(self, future: Future[Any], step: int | None) -> None:
-        """Report a background save, durable once `future` is done without an error, but never with step=None."""
+        """Report a background save of `step`. It is durable once `future` succeeds, but never if `step` is None."""
         contexts.commit_when_done(self.recorder, future, None if step is None else int(amount("step", step)))
 
     @_guarded(lambda: None)

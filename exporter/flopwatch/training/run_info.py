@@ -19,7 +19,7 @@ class Arguments:
         self._failed = failed
 
     def refuse(self, reason: str) -> None:
-        """Report an invalid argument."""
+        """Report an invalid argument to `failed`."""
         self._failed("__init__", ValueError(reason))
 
     def text(self, argument: str | None, variable: str) -> str:

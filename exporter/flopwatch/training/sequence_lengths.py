@@ -12,7 +12,7 @@ from typing import Any
 def lengths(ids: Any, mask: Any = None, positions: Any = None) -> Sequence[int] | None:
     """Return the number of unpadded tokens of each sample in `ids`, [batch, length]. None if the mask is on a device.
 
-    The mask must have the shape of `ids`, and is 0 at padding. Positions of another shape are ignored.
+    The mask must have the shape of `ids`, and is 0 at padding. Packed samples begin where `positions` is 0.
     """
     if mask is not None:
         if mask.device.type != "cpu":

@@ -1,9 +1,9 @@
 """Totals of one training process: counters, positions and activities, added up from recorded events.
 
 The loop appends events (method, mark, arguments) to a deque, and `Totals.take` calls the methods in order in the push
-thread. A mark is seconds on the run's clock or a Moment of a device. An event whose moment is unknown delays those
-behind it. Waits and phases of a step count only if no other activity interrupted it and it took at most twice the mean.
-Else a rank that saves a checkpoint alone would look like the straggler.
+thread. A mark is seconds on the run's clock, or a Moment, which delays later events until the device has reached it.
+Waits and phases of a step count only if no other activity interrupted it and it took at most twice the mean. Otherwise
+a rank that saves a checkpoint alone would look like the straggler.
 """
 
 import math

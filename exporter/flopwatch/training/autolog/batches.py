@@ -1,8 +1,8 @@
 """Batches of a training loop: time spent waiting for them, and the tokens in them.
 
 A data loader feeds training if a backward pass follows its batch. It feeds evaluation if two of its batches follow each
-other without a backward pass, or under no_grad or inference_mode. That is decided once per dataset. Tokens count for
-the next backward pass. Only DataLoader.__iter__ and its iterators' __next__ are replaced.
+other without a backward pass, or if it runs under no_grad or inference_mode. That is decided once per dataset. Tokens
+count for the next backward pass. Only DataLoader.__iter__ and its iterators' __next__ are replaced.
 """
 
 import contextlib

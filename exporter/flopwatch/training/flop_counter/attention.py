@@ -1,4 +1,4 @@
-"""Counter of scaled_dot_product_attention as a whole, because its kernel may contain no matmul that PyTorch shows."""
+"""Counting of scaled_dot_product_attention as one operator, because the kernel behind it may show no matmul."""
 
 from typing import Any
 

@@ -1,9 +1,9 @@
 """FLOPs of operators that run on tensors without data, in the convention `causal` (docs/counted.md).
 
 Matrix multiplications and convolutions have 2 FLOP per multiply-add, and as many for each gradient. Attention counts
-half of the scores under a causal mask, else those that the mask leaves visible. Masks are computed from constants and
-real buffers, else guessed from attributes of the attention module. The router of a mixture of experts, a product that
-topk reads, does not count. PyTorch's FlopCounterMode ignores masks:
+half of the scores under a causal mask, else those that the mask leaves visible. A mask's values are computed if they
+follow from constants and real buffers. If not, attributes of the attention module decide. The router of a mixture of
+experts, a product that topk reads, does not count. PyTorch's FlopCounterMode ignores masks:
 https://github.com/pytorch/pytorch/blob/main/torch/utils/flop_counter.py
 """
 

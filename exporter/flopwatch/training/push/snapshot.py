@@ -23,7 +23,7 @@ class Snapshots:
         self._submission = launcher.Submission(info.environ)
 
     def take(self, *, last: bool = False) -> Snapshot:
-        """Return the totals up to now. The `last` snapshot calls no callbacks and does not wait for the device."""
+        """Return the totals up to now. The `last` one calls no poll callbacks and does not wait for the device."""
         recorder, info = self._recorder, self._info
         for callback in () if last else tuple(recorder.polls):
             try:
