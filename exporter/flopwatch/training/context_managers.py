@@ -38,7 +38,7 @@ class Activity:
 
 
 class Checkpoint:
-    """Context manager around a blocking save of `step` (None: the last). The checkpoint is durable unless it raises."""
+    """Context manager around a blocking save of `step` (None: the last step), durable unless the block raises."""
 
     def __init__(self, recorder: Recorder, step: int | None) -> None:
         self._recorder, self._step = recorder, step

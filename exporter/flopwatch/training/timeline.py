@@ -73,7 +73,7 @@ class Timeline:
             self._resume(now)
 
     def step(self, now: float) -> tuple[float, bool] | None:
-        """End a step. Return its seconds and whether another activity interrupted it, None if it was startup."""
+        """End a step. Return its seconds and whether another activity interrupted it, None if it counts as startup."""
         was_startup = self._base == "startup"
         self._base = "step"
         self._resume(now)

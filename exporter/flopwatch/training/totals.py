@@ -54,7 +54,7 @@ class PackedFlops(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Arguments of one step(), all about this rank's model replica unless noted. None if not given."""
+    """Arguments of one Run.step(), about this rank's model replica unless noted. None if not given."""
 
     tokens: float | None = None
     global_tokens: float | None = None  # of all ranks
@@ -74,7 +74,7 @@ class Spikes:
         self._mean = self._variance = 0.0
 
     def see(self, loss: float) -> None:
-        """Take a finite loss, and count it if it is a spike. A spike enters mean and variance as the limit."""
+        """Count a finite loss if it is a spike. Then update mean and variance, with a spike cut to the limit."""
         limit = self._mean + max(SPIKE_DEVIATIONS * math.sqrt(self._variance), SPIKE_SHARE * abs(self._mean))
         if self._seen >= SPIKE_AFTER and loss > limit:
             self.count += 1
@@ -87,7 +87,7 @@ class Spikes:
 
 
 class Totals:
-    """Totals of one process since `start` on its clock, for one thread at a time. Events that raise call `failed`."""
+    """Totals of one process since `start` on its clock, for one thread at a time. `failed` receives events' errors."""
 
     def __init__(self, start: float, failed: Callable[[str, Exception], None]) -> None:
         self.timeline = Timeline(start)
@@ -156,7 +156,7 @@ class Totals:
             events.popleft()
 
     def instant(self, now: float) -> float:
-        """Return the instant of the totals when the run's clock shows `now`. No later event counts before it."""
+        """Return the time, at most `now`, up to which totals are complete. Later events count from that time."""
         if self.events:
             # The next event is not earlier than its recording. Time goes on if a device lags too far.
             mark = self.events[0][1]

@@ -70,7 +70,7 @@ class Attachment:
         self._replaced.append((owner, name, original, ours))
 
     def _arm(self) -> None:
-        """Install the hooks, when the first optimizer is made: that imports torch._dynamo, which `disable` needs."""
+        """Install all other hooks when the first optimizer is made, because torch._dynamo is imported by then."""
         self._armed = True
         disable: Any = torch.compiler.disable  # recursive=False still compiles the callees
         before = disable(lambda optimizer, *_: self._loop.call(self._before_step, optimizer))

@@ -55,7 +55,7 @@ def count(model: torch.nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[st
 def _count(
     model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], parts: dict[int, tuple[int, int]]
 ) -> Counted:
-    """Return the FLOPs with the parameters in `parts`, by id, cut as on one rank. Raises Uncountable and _Fails."""
+    """Return the FLOPs with the parameters in `parts`, keyed by id, cut as on one rank. Raises Uncountable, _Fails."""
     counter = Counter(FakeTensorMode(allow_non_fake_inputs=True), parts)
     twins = FakeModels(counter)
     failed = None
@@ -227,7 +227,7 @@ class _Lengths:
             self._counts[(trainable, lengths[0], lengths[1])] = counted
 
     def predicted(self, trainable: int, lengths: tuple[int, int] | None) -> Counted | None:
-        """Return the FLOPs of [batch, length] if three counts fit the formula and one is as long, else None."""
+        """Return the FLOPs of [batch, length] if three counts fit the formula, one of them as long, else None."""
         counts = [(batch, length, counted) for (t, batch, length), counted in self._counts.items() if t == trainable]
         if lengths is None or len(counts) < 3 or lengths[1] > max(length for _, length, _ in counts):
             return None
@@ -293,7 +293,7 @@ def _nothing_changed() -> Iterator[None]:
 
 
 def _autocast(model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
-    """Return the model's autocast applied to the CPU, where the fake copy is, without a cache that would keep fakes."""
+    """Return the model's autocast for the CPU, where the fake copy is, without a cache that would keep fake tensors."""
     device = next((parameter.device.type for parameter in model.parameters()), "cpu")
     device = "cpu" if device == "meta" else device
     return torch.autocast(

@@ -115,7 +115,7 @@ class FakeModels:
                 return module
 
     def _restore(self, module: Any) -> None:
-        """Keep fake tensors in the original shape of parameters that this FSDP 1 module flattened and sharded."""
+        """Store tensors without data in the original shapes of parameters that this FSDP 1 module flattened and cut."""
         flat = None if module._handle is None else module._handle.flat_param
         if flat is None:
             return

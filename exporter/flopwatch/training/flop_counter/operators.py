@@ -259,7 +259,7 @@ class Counter(TorchDispatchMode):
             return
         scores: Scores = before._scores
         fake = made[0]
-        # Sinks are appended to the scores before the softmax and removed after it.
+        # Attention sinks are appended to the scores before the softmax and removed after it.
         if fake.numel() != before.numel() and func._opname not in ("cat", "slice"):
             return
         fake._scores = scores

@@ -343,7 +343,7 @@ class TrainingSession:
 
 
 def watch(run: Run, model: Any) -> None:
-    """Watch a model, or the DDP model around it. Its first forward pass reveals which."""
+    """Measure waits and phases of a model, or of the DDP model around it if its first forward pass reveals one."""
     distributed = framework("torch.distributed")
     if not (distributed.is_available() and distributed.is_initialized()):
         run.watch(model)
@@ -384,7 +384,7 @@ def accelerate_replica() -> tuple[int | None, Any]:
 
 
 def begin(name: str | None, facts: Callable[[], dict[str, Any]], given: Mapping[str, Any]) -> Run:
-    """Return a Run with the `given` arguments, completed by the framework's `facts()`, which may fail."""
+    """Return a Run with the `given` arguments, completed by the framework's `facts()`, whose errors are logged."""
     arguments = {"name": name, "step_source": "trainer"}
     try:
         arguments |= facts()

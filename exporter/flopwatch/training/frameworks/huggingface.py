@@ -77,7 +77,7 @@ class FlopwatchCallback(common.ReporterMixin, _transformers.TrainerCallback):  #
             return
         batches = session.take()
         session.consume(*(batches if self._counts else [common.Batch()]))
-        # The trainer gathers it from all ranks, and ranks of one replica each count the same tokens.
+        # The trainer adds up the tokens seen on all ranks, and each rank of a replica counts the same tokens.
         seen, self._tokens_seen = state.num_input_tokens_seen - self._tokens_seen, state.num_input_tokens_seen
         session.step(seen / args.world_size if seen > 0 else None)
         self._before_saving(args, control)

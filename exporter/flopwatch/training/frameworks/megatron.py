@@ -17,7 +17,7 @@ def begin(args: Any, **arguments: Any) -> None:
     """Make the Run from Megatron's arguments `args` and from arguments of Run. Call it when training begins."""
     global run
     try:
-        # Its fp8 runs have matmuls of two dtypes; the faster one's peak never flatters.
+        # Megatron's fp8 runs have matmuls of two dtypes. With the faster one's peak, MFU is never too high.
         dtype = "fp8" if getattr(args, "fp8", None) else "bf16" if args.bf16 else "fp16" if args.fp16 else "tf32"
         run = Run(**{"step_source": "trainer", "convention": "causal", "dtype": dtype, **arguments})
         if args.iteration:

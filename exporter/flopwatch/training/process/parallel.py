@@ -30,7 +30,7 @@ _MODULES = ("megatron.core.parallel_state", "megatron.core.mpu", "megatron.mpu")
 
 @dataclass(frozen=True, slots=True)
 class Parallel:
-    """Coordinates of one rank: (rank, size) in each kind of group, None if unknown."""
+    """Coordinates of one rank: (rank, size) in each kind of parallel group, None if unknown."""
 
     dp: Coordinate | None = None
     tp: Coordinate | None = None

@@ -20,7 +20,7 @@ log = logging.getLogger("flopwatch")
 
 
 def folder(environ: Mapping[str, str], user: int) -> Path:
-    """Return the folder of requests and answers for a process of this user id with this environment."""
+    """Return the folder of stack requests and answers for a process of this user id with this environment."""
     if named := environ.get("FLOPWATCH_STACK_DIR"):
         return Path(named)
     return Path(environ.get("TMPDIR") or "/tmp") / f"flopwatch-{user}"

@@ -246,7 +246,7 @@ class _SavingAll(_Around):
 
     def _begin(self) -> None:
         checkpoints = self._checkpoints
-        # On another thread it is the rest of an async_save, whose end its future reports.
+        # On another thread this is the rest of an async_save, whose end the future reports.
         if checkpoints._is_loop() and (recorder := checkpoints._active_recorder()) is not None:
             self._recorder, self._step = recorder, recorder.position
             self._activity = Activity(recorder, "checkpoint_save")

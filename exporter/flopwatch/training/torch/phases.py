@@ -63,7 +63,7 @@ class Phases:
             ]
 
     def _forward_begins(self, module: torch.nn.Module, _: object) -> None:
-        # A step() that calls the model, as that of LBFGS does, is not the optimizer's work; or an exception left it.
+        # An open step() that calls the model, as LBFGS does, or that an exception left is not an optimizer phase.
         self._steps.clear()
         inside_another = self._forward is not None and self._forward[0] != id(module)
         if not inside_another and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:

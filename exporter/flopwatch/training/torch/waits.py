@@ -80,7 +80,7 @@ class Watch:
         self.recorder.failed("watch", error)
 
     def check(self) -> None:
-        """Log once if the first steps had no wait. Called before each push."""
+        """Log once if the model's first steps had no wait for other ranks. Called before each push."""
         position = self.recorder.position
         if self._seen or position is None:
             return
@@ -238,7 +238,7 @@ def _watch_group(watched: Watch, group: Any) -> None:
     in_post_backward: Mark | None = None
 
     def timed_wait_for_unshard() -> None:
-        # The same wait as at the beginning of the method, so that the copy after it does not count.
+        # The wait with which the original method begins, so that the copy after it does not count.
         began = None
         try:
             result = group._all_gather_result
@@ -269,7 +269,7 @@ def _watch_group(watched: Watch, group: Any) -> None:
         watched.ends(began)
 
     def timed_finalize_backward() -> None:
-        # Since torch 2.11 the first group's waits for all of them.
+        # Since torch 2.11 the first group's finalize_backward waits for all groups.
         pending = getattr(group.comm_ctx, "_last_post_reduce_events", True)
         began = watched.begins() if pending else None
         try:
