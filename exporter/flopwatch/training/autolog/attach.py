@@ -148,7 +148,7 @@ class Attachment:
     def _made(self, optimizer: torch.optim.Optimizer) -> None:
         if not self._armed:
             self._arm()
-        with contextlib.suppress(AttributeError):  # an older PyTorch has none
+        with contextlib.suppress(AttributeError):  # old releases of PyTorch lack the method
             optimizer.register_load_state_dict_post_hook(self._loaded.add)
         self._begin(surely=False)
 

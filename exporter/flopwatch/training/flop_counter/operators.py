@@ -49,7 +49,7 @@ MATMULS |= dict.fromkeys(("_grouped_mm", "_scaled_grouped_mm", "grouped_mm_fallb
 MATMULS |= dict.fromkeys(("addmm", "_addmm_activation", "baddbmm", "addbmm", "addmv"), 1)
 # Known kernels outside PyTorch: flash-attn's with fixed lengths, and transformers' fallback for a grouped matmul.
 KERNELS = ("flash_attn::_flash_attn_forward", "transformers::grouped_mm_fallback")
-# Words in the names of PyTorch operators that multiply matrices in a way not counted here.
+# Words in the names of PyTorch operators that multiply matrices in a way that Counter does not count.
 OPAQUE = {"matmul", "attention", "conv", "convolution", "rnn", "lstm", "gru", "trilinear"}
 
 aten = torch.ops.aten
@@ -115,7 +115,7 @@ class Counter(TorchDispatchMode):
         return self.refused
 
     def fake(self, real: torch.Tensor, *, weight: bool = False) -> torch.Tensor:
-        """Return a CPU tensor without data in the real one's shape, for a DTensor its global shape."""
+        """Return a CPU tensor without data in the shape of `real`, which for a DTensor is the global shape."""
         if isinstance(real, FakeTensor) and real.fake_mode is self.mode:
             return real
         if id(real) in self._fakes:

@@ -26,7 +26,7 @@ def watch(
 
     name             of the run, as for `Run`. Other keywords are Run's arguments, and override the engine's settings
     tokens           function that returns the tokens of a batch as the loader yields it, if that has no `input_ids`
-    tokens_per_step  tokens of all ranks in one update, in place of those
+    tokens_per_step  tokens of all ranks in one update, in place of `tokens`
     convention       for counting FLOPs from a Hugging Face model's config, unless flops_per_token is given
     """
     watched = common.begin(name, lambda: {**_facts(engine), "convention": convention}, run)

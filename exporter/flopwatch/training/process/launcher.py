@@ -146,7 +146,7 @@ def _ranks(environ: Mapping[str, str]) -> tuple[int, int, int, bool, str]:
         if not (environ.get(rank_key, "").isdigit() and environ.get(world_key, "").isdigit()):
             continue
         if rank_key == "PMI_RANK" and local_key not in environ:
-            continue  # of Slurm's own PMI, which leaves the rest to Slurm's variables
+            continue  # of Slurm's own PMI, which sets no local rank
         world_size = int(environ[world_key])
         holds_all = "1" if node_key == "SLURM_STEP_NUM_NODES" else str(world_size)
         # DeepSpeed's launcher sets LOCAL_SIZE.
@@ -169,7 +169,7 @@ def _job(environ: Mapping[str, str], started_by: str, meeting_point: str) -> str
     elif started_by in ("RANK", "SLURM_PROCID", ""):
         parts = [f"slurm-{slurm}.{environ.get('SLURM_STEP_ID', 'batch')}-{restart}" if slurm else ""]
     elif namespace := environ.get("PMIX_NAMESPACE"):
-        # mpirun in a batch script: its own node has no step, and the others are in the step that started its daemons.
+        # mpirun in a batch script: ranks on its own node have no step, ranks on other nodes that of mpirun's daemons.
         parts.append(f"mpi-{namespace}")
     return "-".join(filter(None, parts))
 
