@@ -182,7 +182,7 @@ def test_prometheus_shows_its_password_to_the_ledger_and_exporters_their_token(s
     ("settings", "problem"),
     [
         ({"FLOPWATCH_TOKEN_FILE": "token"}, "CERTIFICATE_VERIFY_FAILED"),
-        ({"FLOPWATCH_TOKEN_FILE": "token", "FLOPWATCH_CA_FILE": "none.crt"}, "no CA"),
+        ({"FLOPWATCH_TOKEN_FILE": "token", "FLOPWATCH_CA_FILE": "none.crt"}, "cannot use the CA file"),
         ({"FLOPWATCH_CA_FILE": "ca/ca.crt"}, "the answer is 401"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Training hook: `Run`. Imports only the standard library and opentelemetry, and torch only if the job uses it.
+"""Training hook: `Run` pushes a training loop's metrics to the node's exporter. Imports torch only if the job does.
 
 run = Run("llama-8b", model=model, flops_per_token=Transformer(...).flops_per_token(8192))
 for batch in run.batches(loader):

@@ -1,7 +1,4 @@
-"""Context managers and iterators around a training loop: `with run.activity(...)`, `for batch in run.batches(...)`.
-
-Each reads the clock and records an event. None raises, and none suppresses an exception of the loop.
-"""
+"""Context managers and iterators that `Run` returns to a training loop. They record times and raise no own errors."""
 
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
@@ -13,12 +10,12 @@ from flopwatch.training.totals import Totals
 
 _T = TypeVar("_T")
 
-# Looked up once: every step pays for it.
+# Looked up once, because each attribute lookup costs time in every step.
 _WAITS, _GOT, _ENTER, _LEAVE = Totals.waits_for_batch, Totals.got_batch, Totals.enter, Totals.leave
 
 
 class Activity:
-    """Context manager whose time counts as the activity `name`; one object serves all uses of a name."""
+    """Context manager whose time counts as the activity `name`. One object serves all uses of that name."""
 
     __slots__ = ("_name", "_recorder")
 
@@ -41,7 +38,7 @@ class Activity:
 
 
 class Checkpoint:
-    """Context manager around a blocking checkpoint save; the checkpoint counts as durable if no exception leaves it."""
+    """Context manager around a blocking save of `step` (None: the last step), durable unless the block raises."""
 
     def __init__(self, recorder: Recorder, step: int | None) -> None:
         self._recorder, self._step = recorder, step
@@ -56,14 +53,12 @@ class Checkpoint:
 
 
 class _Timed:
-    """Base of the context managers that record the time between their ends."""
-
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
 
 
 class Wait(_Timed):
-    """Context manager around a wait for other ranks."""
+    """Context manager around a wait for other ranks, whose time is recorded as this rank's wait in the open step."""
 
     def __enter__(self) -> None:
         self._recorder.measures_wait()
@@ -76,7 +71,7 @@ class Wait(_Timed):
 
 
 class Background(_Timed):
-    """Context manager around a checkpoint save that runs while training goes on; for any thread."""
+    """Context manager, usable on any thread, around a checkpoint save that runs while training goes on."""
 
     def __enter__(self) -> None:
         self._began = self._recorder.clock()
@@ -87,7 +82,7 @@ class Background(_Timed):
 
 
 def commit_when_done(recorder: Recorder, future: Future[Any], step: int | None) -> None:
-    """Record a background save until `future` is done, and a durable checkpoint of `step` if it has no error."""
+    """Record a background save until `future` is done. If it succeeds, the checkpoint of `step` is durable."""
     background = Background(recorder)
 
     def done(future: Future[Any]) -> None:
@@ -100,7 +95,7 @@ def commit_when_done(recorder: Recorder, future: Future[Any], step: int | None) 
 
 
 class Copy(_Timed):
-    """Context manager around a copy from host to device, recorded as a phase of a measured step."""
+    """Context manager around a batch's copy to the device, recorded as phase `host_to_device` in a measured step."""
 
     def __enter__(self) -> None:
         self._began = self._recorder.mark() if self._recorder.measuring else None
@@ -111,7 +106,7 @@ class Copy(_Timed):
 
 
 class Batches(Generic[_T]):
-    """A loader whose waits for batches are recorded; can be iterated as often as the loader itself."""
+    """Iterable over `loader` that records the time spent waiting for each batch. Repeatable as often as the loader."""
 
     def __init__(self, recorder: Recorder, loader: Iterable[_T]) -> None:
         self._recorder = recorder

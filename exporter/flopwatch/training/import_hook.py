@@ -1,7 +1,7 @@
-"""Callbacks that run once a module has been imported by other code.
+"""Import hook: calls functions once the training script, or a library, has imported a module.
 
-`flopwatch run` attaches to PyTorch this way, so that a script still imports torch late, or never.
-A finder in sys.meta_path lets the other finders find the module, and adds a call after its loader's exec_module.
+`flopwatch run` attaches to PyTorch with it, so that a script still imports torch late, or never. A finder in
+sys.meta_path gets the module's spec from the other finders, and adds the calls after its loader's exec_module.
 https://docs.python.org/3/reference/import.html#the-meta-path
 """
 
@@ -16,7 +16,7 @@ log = logging.getLogger("flopwatch")
 
 
 def when_imported(name: str, then: Callable[[], None]) -> None:
-    """Call `then` once the module has been imported, now if it already is; log its exceptions."""
+    """Call `then` once the module `name` has been imported, now if it already is. Exceptions of `then` are logged."""
     if name in sys.modules:
         _call(then)
         return
@@ -33,15 +33,13 @@ def _call(then: Callable[[], None]) -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finder that adds callbacks to the modules that are waited for."""
-
     def __init__(self) -> None:
         self.waiting: dict[str, list[Callable[[], None]]] = {}
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the module's spec from the other finders, with a loader that runs the callbacks."""
+        """Return another finder's spec for a module in `waiting`, with a loader that runs the callbacks, else None."""
         if fullname not in self.waiting:
             return None
         for finder in sys.meta_path:
@@ -53,8 +51,7 @@ class _Finder(MetaPathFinder):
         return None
 
     def _add_callbacks(self, name: str, spec: ModuleSpec) -> None:
-        # On the instance, so that the loader keeps its type. importlib.util.find_spec, which only looks a module up,
-        # gets a loader of its own that is never run.
+        # On the instance, so that the loader keeps its type. Mere lookups get a loader of their own, which never runs.
         loader = spec.loader
         original = getattr(loader, "exec_module", None)
         if loader is None or original is None or not hasattr(loader, "__dict__"):

@@ -1,7 +1,4 @@
-"""Instruments of a run: its card, its parallel groups and what is measured inside PyTorch.
-
-Nothing here imports torch before the job has: modules are looked up in sys.modules, or imported inside methods.
-"""
+"""Instruments of a run: lookup of GPU and parallel groups, and hooks in PyTorch. Only methods import torch."""
 
 import itertools
 import logging
@@ -17,15 +14,15 @@ log = logging.getLogger("flopwatch")
 
 
 class Instruments:
-    """Instruments of one run, attached to PyTorch as soon as the job uses it."""
+    """Lookup of one run's GPU and parallel groups, and its hooks in PyTorch, added once the job has imported torch."""
 
     def __init__(self, recorder: Recorder, info: RunInfo) -> None:
         self._recorder, self._info = recorder, info
-        self._general: tuple[Any, ...] = ()  # with remove(); of all models together
-        self._models: dict[int, tuple[Any, ...]] = {}  # the same, by the model's id
+        self._general: tuple[Any, ...] = ()  # objects with remove(), for all models together
+        self._models: dict[int, tuple[Any, ...]] = {}  # objects with remove(), by the model's id
 
     def find_card(self, expected: bool) -> None:
-        """Look up UUID and peak of the current CUDA device; without one the peak is unknown if a card is expected."""
+        """Set UUID and peak FLOP/s of torch's CUDA device, unless given. A missing device is logged if `expected`."""
         info, card = self._info, None
         try:
             if "torch" in sys.modules:
@@ -41,7 +38,7 @@ class Instruments:
                 info.peak, info.peak_source = peak.flops_per_second, peak.source
         except peaks.UnknownPeak as error:
             info.no_peak_because = "unknown_peak"
-            # Every rank has the series; one line per node is enough, because nodes may have different cards.
+            # Every rank has the series. One log line per node is enough, because cards may differ between nodes.
             level = logging.WARNING if info.identity.local_rank == 0 else logging.DEBUG
             by_command = self._recorder.step_source == "optimizer"
             advice = "--peak-flops and --peak-source" if by_command else "Run(peak_flops=..., peak_source=...)"
@@ -51,7 +48,7 @@ class Instruments:
             self._recorder.failed("step", error)
 
     def find_parallel(self, given: object) -> None:
-        """Set this rank's coordinates: the given ones, else Megatron's once it has set them up."""
+        """Set this rank's parallel coordinates from Run's argument or, if it is None, from Megatron's state."""
         recorder = self._recorder
         if given is None:
             given = parallel.megatron() if recorder.parallel is None else None
@@ -66,7 +63,7 @@ class Instruments:
             recorder.totals.replica_ranks = recorder.parallel.replica_ranks
 
     def follow_device(self) -> None:
-        """Take marks from CUDA events once CUDA is in use."""
+        """Time steps and phases with CUDA events instead of the host's clock, if CUDA is in use."""
         recorder = self._recorder
         if "torch" in sys.modules and recorder.mark is recorder.clock:
             from flopwatch.training.torch import device
@@ -75,7 +72,7 @@ class Instruments:
                 recorder.mark = moments.mark
 
     def first_step(self) -> None:
-        """Look for what exists only once the job trains: card, Megatron's groups, CUDA, optimizers."""
+        """Look up what exists only once the job trains: GPU, Megatron's groups, CUDA. Then attach the hooks."""
         self.find_card(expected=True)
         self.find_parallel(None)
         self.follow_device()
@@ -83,7 +80,7 @@ class Instruments:
             self.attach(None)
 
     def attach(self, model: object) -> None:
-        """Measure the phases of a model and of all optimizers and, once, compilation, memory and collectives."""
+        """Measure the phases of optimizers and of a model. The first call adds compilation, memory and collectives."""
         if "torch" not in sys.modules or self._recorder.finished:
             return
         from flopwatch.training.torch import collectives, phases, runtime
@@ -95,7 +92,7 @@ class Instruments:
                 collectives.watch(self._recorder)
 
     def watch(self, model: object) -> None:
-        """Measure a model's waits and phases, and count its FLOPs unless they are declared."""
+        """Measure a model's waits for other ranks and its phases, and count its FLOPs unless they are declared."""
         from flopwatch.training import torch as torch_hook
 
         recorder = self._recorder
@@ -113,7 +110,7 @@ class Instruments:
             self._models[id(model)] += (count.attach(recorder, model),)
 
     def remove(self) -> None:
-        """Remove everything that was attached to PyTorch."""
+        """Remove all hooks of this run from PyTorch."""
         self._remove((*self._general, *itertools.chain.from_iterable(self._models.values())))
 
     def _remove(self, instruments: tuple[Any, ...]) -> None:

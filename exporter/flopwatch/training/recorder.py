@@ -1,7 +1,7 @@
-"""Recorder of one training process: the loop and the instruments append events, the push thread adds them up.
+"""Recorder of one training process: the loop and the hooks in PyTorch append events, and the push thread adds them up.
 
-Recording an event reads a clock and appends to a deque: no lock, no device synchronisation, no system call. `totals.py`
-adds the events up in the push thread. Errors are counted in training_hook_errors_total, and the first few are logged.
+Recording an event (totals.py) reads a clock and appends to a deque: no lock, no device synchronisation, no system call.
+Errors are counted in training_hook_errors_total, and the first few are logged.
 """
 
 import logging
@@ -19,7 +19,7 @@ log = logging.getLogger("flopwatch")
 
 
 def _add_prefix(record: logging.LogRecord) -> bool:
-    """Prefix the message with "flopwatch:" if the job has set up no logging, because messages are then printed bare."""
+    """Prefix the message with "flopwatch:" if the job has set up no logging, because it is then printed alone."""
     if not logging.getLogger().handlers and not log.handlers:
         record.msg = f"flopwatch: {record.msg}"
     return True
@@ -27,7 +27,7 @@ def _add_prefix(record: logging.LogRecord) -> bool:
 
 log.addFilter(_add_prefix)
 
-# Events that may wait for the push thread before the loop adds them up itself.
+# Events that may wait for the push thread. Beyond that the loop adds them up itself.
 MAX_BACKLOG = 1 << 20  # some 100 MB, after hours without the push thread
 SLICE = 1 << 13  # events the loop then adds up at a time, some 15 ms: more than it records between two checks
 CHECK_BACKLOG = 1 << 10  # steps or batches between two checks of the backlog
@@ -35,26 +35,26 @@ CHECK_BACKLOG = 1 << 10  # steps or batches between two checks of the backlog
 # Seconds between two measured steps: hooks add some 50 us to a measured step, so 0.01 % of the time.
 MEASURED_EVERY = 0.5
 
-STEP = Totals.step  # looked up once: every step pays for it
+STEP = Totals.step  # looked up once, because a lookup costs time in every step
 MAX_LOGGED_ERRORS = 5  # different messages per method and type of error
 _logged: dict[tuple[str, type[BaseException]], set[str]] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Content of one push: OTLP resource attributes, points by family, and (bounds, counts, sum) of step durations."""
+    """Content of one push: resource attributes, (labels, value) by family, (bounds, counts, sum) of step durations."""
 
     resource: dict[str, str | int | float]
     points: dict[Metric, list[tuple[dict[str, str], float]]]
-    step_durations: tuple[tuple[float, ...], list[int], float] | None
+    step_durations: tuple[tuple[float, ...], list[int], float] | None  # bounds in seconds; None except on rank 0
 
 
 def ignore(_: Event) -> None:
-    """Drop an event."""
+    """Drop the event. Takes the place of `Recorder.record` while nothing is recorded."""
 
 
 def text_of(value: object) -> str:
-    """Return `str(value)`, or the name of its type if that raises."""
+    """Return `str(value)`, or the name of the value's type if that raises."""
     try:
         return str(value)
     except BaseException:
@@ -62,12 +62,11 @@ def text_of(value: object) -> str:
 
 
 class Recorder:
-    """Events and gauges of one training process; records nothing until `begin()`."""
+    """Events and gauges of one process that started at `start` on `clock`, in seconds. Drops events until `begin()`."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, start: float = 0.0) -> None:
-        """Take the run's clock in seconds, and the process's start on that clock."""
         self.clock = clock
-        self.mark: Callable[[], Mark] = clock  # a CUDA event's time once CUDA is in use
+        self.mark: Callable[[], Mark] = clock  # returns a CUDA event's time once CUDA is in use
         self.record: Callable[[Event], None] = ignore
         self.totals = Totals(start, self.failed)
         self.start = start
@@ -93,7 +92,7 @@ class Recorder:
         self.record = self.totals.events.append
 
     def end(self) -> None:
-        """Stop recording, and report steps that are taken after this."""
+        """Stop recording. From now on a step is not recorded, but counted and logged as an error."""
         self.finished = True
 
         def late(event: Event) -> None:
@@ -108,7 +107,7 @@ class Recorder:
         return self.pushing and not self.finished
 
     def failed(self, what: str, error: BaseException) -> None:
-        """Count an error of the method `what`, and log the first few messages that differ; never raises."""
+        """Count an error in `what`, a method or hook, and log its first few different messages. Never raises."""
         self.errors += 1
         try:
             text, logged = text_of(error), _logged.setdefault((what, type(error)), set())
@@ -122,24 +121,22 @@ class Recorder:
             pass  # a log handler of the job fails; the error is counted
 
     def note(self, what: str, kind: Callable[..., None], *arguments: object, at: Mark | None = None) -> None:
-        """Record an event of this kind, now or `at` a mark; an error counts as one of the method `what`."""
+        """Record an event of `kind`, a method of Totals, at a mark or now. Errors are reported as those of `what`."""
         try:
             self.record((kind, self.mark() if at is None else at, *arguments))
         except Exception as error:
             self.failed(what, error)
 
-    # Steps and positions.
-
     @property
     def position(self) -> int | None:
-        """Return the completed steps of the run, restored ones included; None before the first step, or if unknown."""
+        """Return the run's completed steps, restored ones included. None if unknown, or before the first step."""
         if self._origin is None:
             return self.steps_taken or None
         restored, taken_before = self._origin
         return None if restored is None else restored + self.steps_taken - taken_before
 
     def restored(self, step: int | None, tokens: float | None) -> None:
-        """Record the restored step and the replica's tokens; None if unknown."""
+        """Record that a checkpoint was restored: its step and the replica's tokens by then. None if unknown."""
         self._origin = step, self.steps_taken
         self.record((Totals.restored, 0.0, step, tokens))
 
@@ -149,11 +146,7 @@ class Recorder:
 
     @property
     def measure_every(self) -> int:
-        """Return N, where phases and waits are measured in every N-th step.
-
-        N is a power of 2 with about two measured steps a second. Steps take equally long on all ranks, so all ranks
-        choose the same N and the same steps. Setting it fixes N.
-        """
+        """Return N: phases and waits are measured in every N-th step, on all ranks. Assigning N fixes it."""
         return self._measure_every
 
     @measure_every.setter
@@ -162,7 +155,7 @@ class Recorder:
         self._measures_by_time = False
 
     def choose_steps(self, step_seconds: float) -> None:
-        """Choose N of `measure_every` from the mean duration of a step."""
+        """Set N of `measure_every` to the highest power of 2 for which N steps take at most MEASURED_EVERY seconds."""
         every = 1
         while step_seconds > 0 and 2 * every * step_seconds <= MEASURED_EVERY:
             every *= 2
@@ -170,7 +163,7 @@ class Recorder:
             self._measure_every, self.check_at = every, 0
 
     def schedule(self, taken: int) -> None:
-        """Decide after step number `taken` whether the open step is measured, and when to call this again."""
+        """Decide after step `taken` whether to measure the next step, and at which step to decide again."""
         every = self._measure_every
         self.measuring = taken % every == 0 and not self.finished
         until = CHECK_BACKLOG
@@ -179,8 +172,8 @@ class Recorder:
         self.check_at = taken + min(until, CHECK_BACKLOG)
 
     def check_backlog(self) -> None:
-        """Add up a slice of the events in the loop's thread if the push thread is too far behind."""
-        # Without pushes totals are not needed, except the step duration, which decides what steps are measured.
+        """If too many events wait, add up SLICE of them on the loop's thread, or drop all if no total is needed."""
+        # Without pushes only the step duration is needed, which decides what steps are measured.
         keep = self.pushing or self.watched
         if len(self.totals.events) <= (MAX_BACKLOG if self.pushing or not self.watched else CHECK_BACKLOG):
             return
@@ -194,38 +187,36 @@ class Recorder:
             finally:
                 self.lock.release()
 
-    # What instruments call, from any thread.
-
     def phase(self, name: str, began: Mark, ended: Mark) -> None:
-        """Record a phase of the open step, one of catalogue.PHASES."""
+        """Record that the phase `name`, one of catalogue.PHASES, of the open step lasted from one mark to the other."""
         self.record((Totals.phase, ended, name, began, ended))
 
     def waited(self, began: Mark, ended: Mark) -> None:
-        """Record that this rank waited for other ranks in the open step, which makes it a measured step."""
+        """Record that this rank waited for other ranks between two marks. The open step then counts as measured."""
         self.record((Totals.waited, ended, began, ended))
 
     def measures_wait(self) -> None:
-        """Declare that `waited` is called in every measured step; a step without it then counts as not measured."""
+        """Declare that every measured step calls `waited`. Afterwards, a step without that call is not measured."""
         self.totals.measures_wait = True
 
     def add(self, metric: Metric, amount: float = 1.0, **labels: str) -> None:
-        """Add to a counter of the catalogue."""
+        """Add `amount` to the counter `metric` with these labels."""
         self.record((Totals.add, 0.0, metric, tuple(labels.items()), float(amount)))
 
     def set(self, metric: Metric, value: float, **labels: str) -> None:
-        """Set a gauge, or a counter to its total. Takes effect at once: in a hang it is the evidence."""
+        """Set a gauge or a counter's total, ahead of queued events, because in a hang the value is evidence."""
         self.gauges[metric, tuple(labels.items())] = float(value)
 
     def poll(self, callback: Callable[[], None]) -> None:
-        """Call `callback` in the push thread before every snapshot except the last."""
+        """Register `callback`, which the push thread calls before every snapshot except the last."""
         self.polls.append(callback)
 
     def enter(self, name: str, thread: int | None = None, at: Mark | None = None) -> None:
-        """Begin an activity, one of timeline.DECLARED, on this or another thread, now or `at` a mark."""
+        """Begin an activity, one of timeline.DECLARED, on `thread` or this one, at the mark `at` or now."""
         self.note("activity", Totals.enter, name, get_ident() if thread is None else thread, at=at)
 
     def leave(self, name: str, thread: int | None = None, at: Mark | None = None) -> None:
-        """End the innermost activity of this name, and every activity begun inside it."""
+        """End the innermost open activity of this name, and every activity begun inside it."""
         self.note("activity", Totals.leave, name, get_ident() if thread is None else thread, at=at)
 
     def waited_for_batch(self, began: Mark, ended: Mark) -> None:
@@ -233,24 +224,20 @@ class Recorder:
         self.note("batches", Totals.waits_for_batch, get_ident(), at=began)
         self.note("batches", Totals.got_batch, get_ident(), at=ended)
 
-    # FLOPs that are found while the run goes on.
-
     @property
     def has_flops(self) -> bool:
-        """Return whether the FLOPs of a token are declared."""
+        """Return whether FLOPs per token, or a formula for packed samples, are set."""
         return self.totals.flops_per_token is not None or self.totals.packed_flops is not None
 
     def counted(self, flops: float) -> None:
-        """Record FLOPs counted in the open step on this rank's pipeline stage; they replace declared ones.
-
-        The other stages are assumed to need as many, which is right in the sum over all stages.
-        """
+        """Record FLOPs counted for the open step on this rank's pipeline stage, in place of declared FLOPs."""
+        # Other stages are assumed to need as many, which is right in the sum over all stages.
         self.flops_source = "counted"
         stages = self.parallel.pp[1] if self.parallel is not None and self.parallel.pp is not None else 1
         self.record((Totals.counted_flops, 0.0, flops * stages))
 
     def uncountable(self, reason: str) -> None:
-        """Log why FLOPs cannot be counted; the run then has no MFU unless FLOPs are declared."""
+        """Log why FLOPs cannot be counted. The run then has no MFU, unless FLOPs are declared."""
         if not self.has_flops:
             by_command = self.step_source == "optimizer"
             advice = "--config or --flops-per-token" if by_command else "Run(flops_per_token=...)"
@@ -258,7 +245,7 @@ class Recorder:
         self.totals.uncountable = True
 
     def set_flops(self, *, convention: str, source: str, per_token: float | PackedFlops | None = None) -> None:
-        """Set the FLOPs per token that were found after the start, with their convention and source."""
+        """Set convention and source of FLOPs and, if given, FLOPs per token, once they are known after the start."""
         self.totals.convention, self.flops_source = convention, source
         if hasattr(per_token, "flops"):
             self.totals.packed_flops = per_token
@@ -270,5 +257,5 @@ class Recorder:
 
 
 def silence(recorder: Recorder) -> None:
-    """Record nothing more, and report nothing."""
+    """Stop recording for good, without reporting later steps as errors. For forked children."""
     recorder.finished, recorder.record = True, ignore

@@ -1,9 +1,8 @@
-"""`Run`: what a training loop calls to report its steps to flopwatch.
+"""`Run`: the class through which a training loop reports its steps to flopwatch.
 
-A step costs a few hundred nanoseconds. Events go to the recorder (recorder.py), which a thread of its own adds up and
-pushes (push/). No method raises into the loop, whatever its arguments: errors are counted in
-training_hook_errors_total and logged once. Call the methods from the training loop's thread; activities on another
-thread are ignored.
+step() only records an event, in a few hundred nanoseconds. Another thread adds events up and pushes totals (push/).
+No method raises: errors are counted in training_hook_errors_total and logged once. Call the methods on the training
+loop's thread, because activities on other threads are ignored.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ _T = TypeVar("_T")
 def _guarded(
     fallback: Callable[[], _R],
 ) -> Callable[[Callable[Concatenate[Any, _P], _R]], Callable[Concatenate[Any, _P], _R]]:
-    """Catch every exception of a method of Run, report it, and return `fallback()` instead."""
+    """Return a decorator for methods of Run that reports an exception and then returns `fallback()`."""
 
     def decorate(method: Callable[Concatenate[Any, _P], _R]) -> Callable[Concatenate[Any, _P], _R]:
         @functools.wraps(method)
@@ -65,45 +64,41 @@ def _empty() -> AbstractContextManager[None]:
 
 
 class Run:
-    """One rank of a training run; make it once, after torch.distributed.init_process_group if there is one.
+    """Reporter of one rank of a run. Make it once, after torch.distributed.init_process_group if the job calls that.
 
-    name             the run, the same in all its restarts; else FLOPWATCH_RUN, else the scheduler's job
+    name             of the run, the same in all its restarts. Else FLOPWATCH_RUN, else the scheduler's job
     flops_per_token  model FLOPs of one token, forward and backward, or a `Transformer` if samples are packed
-    convention       how those were counted: causal, full or palm (see flops/); a label
-    hardware_flops_per_token   with recomputation, for HFU; from the declared policy
-    dtype            of the matrix multiplications; the card's peak is looked up for it, unless `peak_flops` (FLOP/s
-                     of this rank's card) is given, with its origin in `peak_source`; the label then begins "override"
-    replica_ranks    ranks that share one model replica (tensor x pipeline x context parallel; expert parallel does
-                     not count); detected for one rank, DDP, FSDP and DTensor
-    parallel         this rank's coordinates: a torch DeviceMesh, or {"dp": (rank, size), "tp": ..., "pp", "cp", "ep"};
-                     detected where Megatron set them up
-    model            the model, whose waits for other ranks and phases are measured: DDP, FSDP2, or any module
-    gpu_uuid         this rank's GPU; else FLOPWATCH_GPU_UUID, else torch's current CUDA device
-    owner, team      owner of the run, for alerts; else FLOPWATCH_OWNER, FLOPWATCH_TEAM, else the scheduler's
-    page             "always" if its alerts may page though it is small; else FLOPWATCH_PAGE
-    submitted_at     when the run was submitted, as Unix time; else FLOPWATCH_SUBMITTED_AT; without it there is no ETTR
-    endpoint         the node's exporter; else FLOPWATCH_ENDPOINT, else http://127.0.0.1:4318
-    step_source      what calls step(): manual, optimizer or trainer; a label
-    clock, process   monotonic seconds, and what the kernel knows of this process
-    before           activities of this process before there was a run: name, begin and end on the clock
+    convention       label for how these FLOPs were counted: causal, full or palm (see flops/)
+    hardware_flops_per_token   FLOPs of one token including recomputation, for HFU
+    dtype            of the matrix multiplications, for which the peak of this rank's card is looked up
+    peak_flops       FLOP/s in place of that peak. `peak_source` is their origin, for a label that begins "override"
+    replica_ranks    ranks that share a model replica: tensor x pipeline x context parallel. Detected for DDP and FSDP
+    parallel         DeviceMesh, or {"dp": (rank, size), "tp": ..., "pp", "cp", "ep"}. Detected for Megatron
+    model            DDP, FSDP2 or any module, whose waits for other ranks and phases are measured
+    gpu_uuid         of this rank's GPU. Else FLOPWATCH_GPU_UUID, else torch's current CUDA device
+    owner, team      of the run, for alerts. Else FLOPWATCH_OWNER, FLOPWATCH_TEAM, else the scheduler's
+    page             "always" if alerts of a small run may page too. Else FLOPWATCH_PAGE
+    submitted_at     Unix time at which the run was submitted, for ETTR. Else FLOPWATCH_SUBMITTED_AT, else Slurm's
+    endpoint         URL of the node's exporter. Else FLOPWATCH_ENDPOINT, else http://127.0.0.1:4318
+    push_interval    seconds between pushes. Else FLOPWATCH_PUSH_INTERVAL, else 5
+    step_source      label for what calls step(): manual, optimizer or trainer
+    clock, process   function that returns monotonic seconds, and this process as the kernel sees it
+    before           (activity, begin, end) on `clock` of what this process did before the run was made
 
-    The rest is detected: rank, world_size, local_rank and attempt from the launcher (launcher.py); tenant from
-    FLOPWATCH_TENANT, else Slurm's account or the pod's namespace; push_interval (seconds) from
-    FLOPWATCH_PUSH_INTERVAL, a bearer token from FLOPWATCH_TOKEN_FILE, other headers from FLOPWATCH_HEADERS and
-    FLOPWATCH_HEADERS_FILE, the authority of an https endpoint from FLOPWATCH_CA_FILE, the host's name from
-    FLOPWATCH_HOST. FLOPWATCH_DISABLE=1 disables pushing. A newer Run in the same process takes over from the older.
+    The rest is detected (process/launcher.py) or set by FLOPWATCH_* variables, such as tokens (docs/training.md).
+    FLOPWATCH_DISABLE=1 disables pushing. A new Run ends an earlier one in the same process.
     """
 
     _newest: Run | None = None  # the one that pushes
-    # Defaults in case __init__ itself fails: the methods then do nothing.
+    # Defaults for the case that __init__ fails. The methods then do nothing.
     recorder = Recorder()
     name = attempt = ""
     rank, world_size, local_rank = 0, 1, 0
-    ended_by = ""  # reason of the end, where the caller knows it better than Python
+    ended_by = ""  # label of the reason for the end, if the caller sets it
     _activities: Mapping[str, AbstractContextManager[None]] = {}
     _instruments: Instruments | None = None
     _pusher: Pusher | None = None
-    _ending: str | None = None  # the status that the first finish() was given
+    _ending: str | None = None  # status passed to the first finish()
     _watches_checkpoints = False
 
     @_guarded(lambda: None)
@@ -156,7 +151,6 @@ class Run:
     def _identify(
         self, name: str, attempt: str | None, rank: int | None, world_size: int | None, local_rank: int | None
     ) -> None:
-        """Find out the run, the attempt and the rank of this process."""
         info, recorder = self._info, self.recorder
         start = info.start_unix
         own = identity.settle(info.launch, info.host, start, _agree, name, attempt, rank, world_size, local_rank)
@@ -167,7 +161,7 @@ class Run:
         recorder.totals.world_size = own.world_size
 
     def _begin(self, parallel: object, replica_ranks: float | None, before: Iterable[tuple[str, float, float]]) -> None:
-        """Start recording, and take over from an older run of this process."""
+        """Start recording, and end an earlier Run of this process that still pushes."""
         recorder = self.recorder
         replica = self._arguments.number(replica_ranks=replica_ranks)
         if replica is not None and self.world_size % replica != 0:
@@ -189,7 +183,7 @@ class Run:
             recorder.leave(activity, at=ended)
         older, Run._newest = Run._newest, self
         if older is not None and older._pusher is not None and not older.recorder.finished:
-            # Before anything else is attached to PyTorch, so that the older run's hooks are not around ours.
+            # Before this run attaches to PyTorch, so that hooks of the earlier run never enclose those of this one.
             log.warning("a newer Run in this process takes over from %s; call finish() on the older one", older.name)
             older._end()
             older._pusher.stop(None)
@@ -224,8 +218,6 @@ class Run:
         if self._instruments is not None:
             self._instruments.attach(None)
 
-    # What the training loop calls.
-
     if TYPE_CHECKING:
 
         def step(  # noqa: D102 -- the docstring is below, where help() finds it
@@ -241,16 +233,16 @@ class Run:
         ) -> None: ...
 
     else:
-        # Without named arguments: most loops pass the tokens alone, and parsing names costs time in every step.
+        # Without named parameters: most loops pass only tokens, and parsing names costs time in every step.
         def step(self, tokens=None, *extra, **more):
             """Record one optimizer step. Call it once after each optimizer update.
 
-            tokens           unpadded tokens this rank's model replica consumed, all micro-batches together
-            global_tokens    in its place: those of all ranks
-            sum_len_squared  for packed samples: the sum of their squared lengths, of the same tokens
-            flops            in place of tokens x flops_per_token: what the whole replica needed
-            samples          samples the replica consumed
-            loss, grad_norm  Python floats, shown as gauges; those that are not finite are counted
+            tokens           unpadded tokens that this rank's model replica consumed in all micro-batches together
+            global_tokens    tokens of all ranks, in place of `tokens`
+            sum_len_squared  for packed samples: sum of their squared lengths, for the same tokens
+            flops            FLOPs of the whole replica, in place of tokens x flops_per_token
+            samples          samples that the replica consumed
+            loss, grad_norm  Python floats, shown as gauges. NaN and infinity are also counted
             """
             recorder = self.recorder
             try:
@@ -266,96 +258,91 @@ class Run:
                 recorder.failed("step", error)
 
     def batches(self, loader: Iterable[_T]) -> contexts.Batches[_T]:
-        """Wrap `loader` so that time spent waiting for a batch is recorded as data stall."""
+        """Return an iterable over `loader` that records the time spent waiting for each batch as data stall."""
         return contexts.Batches(self.recorder, loader)
 
     def waiting_for_batch(self) -> None:
-        """Record that the loop asks for its next batch; `batches` does this."""
+        """Record that the loop begins to wait for its next batch. Only needed without `batches()`."""
         self.recorder.note("batches", Totals.waits_for_batch, get_ident())
 
     def got_batch(self) -> None:
-        """Record that the batch has arrived; `batches` does this."""
+        """Record that the batch has arrived. Only needed without `batches()`."""
         self.recorder.note("batches", Totals.got_batch, get_ident())
 
     def end_of_batches(self) -> None:
-        """Record that the loop over batches was left; `batches` does this."""
+        """Record that the loop over batches was left. Only needed without `batches()`."""
         self.recorder.note("batches", Totals.end_of_batches, get_ident())
 
     def activity(self, name: str = "", *extra: object) -> AbstractContextManager[None]:
-        """Return a context manager whose time counts as this activity, one of timeline.DECLARED."""
+        """Return a context manager whose time counts as the activity `name`, one of timeline.DECLARED, or `other`."""
         try:
             if not extra:
                 return self._activities[name]
         except Exception:
             pass  # an unknown name, or one that cannot be a key
         known = ", ".join(DECLARED)
-        self.recorder.failed("activity", ValueError(f"{text_of(name)} counts as other; write one of {known}"))
+        self.recorder.failed("activity", ValueError(f"unknown {text_of(name)} counts as other; write one of {known}"))
         return self._activities.get("other", nullcontext())
 
     @_guarded(_empty)
     def checkpoint(self, step: int | None = None) -> AbstractContextManager[None]:
         """Return a context manager around a blocking save of the checkpoint of `step`, by default the last one.
 
-        The checkpoint counts as committed when the context is left without an exception: it must be durable then. If
-        the save continues in the background, use activity("checkpoint_save") around the blocking part, and then
-        checkpoint_goes_on(), or background_save() around the rest and checkpoint_committed() at its end.
+        Unless the block raises, the checkpoint must be durable when it ends. For a save that goes on in the background,
+        put activity("checkpoint_save") around its blocking part. Then call checkpoint_goes_on(), or put
+        background_save() around the rest and call checkpoint_committed() at its end.
         """
         return contexts.Checkpoint(self.recorder, None if step is None else int(amount("step", step)))
 
     @_guarded(_empty)
     def host_to_device(self) -> AbstractContextManager[None]:
-        """Return a context manager around the copy of a batch to the device, on the stream that copies it: a phase."""
+        """Return a context manager that records a batch's copy to the device as a phase, on the copying stream."""
         return contexts.Copy(self.recorder)
 
     @_guarded(_empty)
     def background_save(self) -> AbstractContextManager[None]:
-        """Return a context manager, for any thread, around a checkpoint save while training goes on."""
+        """Return a context manager, usable on any thread, around a checkpoint save that runs while training goes on."""
         return contexts.Background(self.recorder)
 
+    # A rank that measures fewer waits than others looks like the straggler.
     @_guarded(_empty)
     def collective_wait(self) -> AbstractContextManager[None]:
-        """Return a context manager around a wait for other ranks, for frameworks that `watch` does not know.
-
-        Every rank must measure the same waits, or the one that measures fewer looks late.
-        """
+        """Return a context manager around a wait for other ranks that `watch()` misses. Use it on all ranks alike."""
         return contexts.Wait(self.recorder)
 
     @_guarded(lambda: None)
     def restored(self, step: int | None, tokens: float | None = None) -> None:
-        """Report the step, and the replica's tokens, that a checkpoint restored; the next step follows it.
+        """Report the step of a restored checkpoint, and the tokens its replica had consumed, before the next step.
 
-        With step=None the position is unknown: there are no position series and no goodput.
+        With step=None the position is unknown, and the run has no position series and no goodput.
         """
         position = None if step is None else int(amount("step", step))
         self.recorder.restored(position, None if tokens is None else amount("tokens", tokens))
 
     @_guarded(lambda: None)
     def checkpoint_committed(self, step: int) -> None:
-        """Report that the checkpoint of this step is durable: a restart could begin from it."""
+        """Report that the checkpoint of `step` is durable, so that a restart could begin from it."""
         self.recorder.committed(int(amount("step", step)))
 
     @_guarded(lambda: None)
     def checkpoint_goes_on(self, future: Future[Any], step: int | None) -> None:
-        """Report a background save of this step that is durable once `future` is done without an error.
-
-        With step=None it is never durable, because a restart would not know its step.
-        """
+        """Report a background save of `step`. It is durable once `future` succeeds, but never if `step` is None."""
         contexts.commit_when_done(self.recorder, future, None if step is None else int(amount("step", step)))
 
     @_guarded(lambda: None)
     def logged(self, *, loss: float | None = None, grad_norm: float | None = None) -> None:
-        """Report loss and grad_norm after their step was recorded, as trainers do that log them later."""
+        """Report the last step's loss and gradient norm after step(), for trainers that log them later."""
         self.recorder.record((Totals.logged, 0.0, self._work(None, {"loss": loss, "grad_norm": grad_norm})))
 
     @_guarded(lambda: None)
     def watch(self, model: object) -> None:
-        """Measure how long this model waits for other ranks, and the phases of its steps; may be repeated."""
+        """Measure a model's waits for other ranks and its phases, and count its FLOPs unless they are declared."""
         if not self.recorder.finished and self._instruments is not None:
             self._instruments.watch(model)
 
     @_guarded(lambda: None)
     def watch_checkpoints(self) -> None:
-        """Detect PyTorch checkpoint saves and loads automatically; use instead of `checkpoint()`."""
+        """Record checkpoints that PyTorch's own functions save and load. Use it instead of `checkpoint()`."""
         from flopwatch.training.torch import checkpoints
 
         checkpoints.attach(self.recorder)
@@ -381,7 +368,7 @@ class Run:
 
     @property
     def position(self) -> int | None:
-        """Return the completed steps of the run, restored ones included; None before the first step, or if unknown."""
+        """Return the run's completed steps, restored ones included. None if unknown, or before the first step."""
         return self.recorder.position
 
     @property
@@ -390,11 +377,11 @@ class Run:
         return self.recorder.alive
 
     def snapshot(self, *, last: bool = False) -> Snapshot:
-        """Return everything counted up to now."""
+        """Return totals and gauges up to now as the content of one push. If `last`, do not wait for the device."""
         return self._snapshots.take(last=last)
 
     def _work(self, tokens: object, more: Mapping[str, object]) -> Work:
-        """Return the valid arguments of a step; report the others."""
+        """Return the valid arguments of step(), and report each invalid one."""
         recorder = self.recorder
         valid: dict[str, float] = {}
         for name, value in {"tokens": tokens, **more}.items():
@@ -411,7 +398,6 @@ class Run:
         return Work(**valid)
 
     def _look_after(self, taken: int, extra: tuple[object, ...]) -> None:
-        """Do what only some steps need: the first step's set-up, the backlog, the choice of measured steps."""
         recorder = self.recorder
         if extra:
             recorder.failed("step", TypeError("step() takes tokens, and everything else by name"))
@@ -455,14 +441,14 @@ class Run:
 
 
 def _agree(attempt: str, rank: int, started: float) -> str | None:
-    """Return rank 0's name of the attempt through torch's store; None if rank 0 does not set it."""
+    """Return the attempt's name that rank 0 shares through torch's store. None if rank 0 does not share one in time."""
     from flopwatch.training import torch as torch_hook
 
     return torch_hook.agreed(attempt, rank, started)
 
 
 def _silence_child() -> None:
-    """Disable recording in forked children (DataLoader workers): the push thread does not survive a fork."""
+    """Disable recording in forked children (DataLoader workers), because the push thread does not survive a fork."""
     if Run._newest is not None:
         silence(Run._newest.recorder)
 

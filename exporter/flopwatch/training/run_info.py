@@ -1,7 +1,4 @@
-"""Facts that a run declares about itself: labels and resource attributes of every push.
-
-They come from the arguments of `Run`, then from FLOPWATCH_* variables, then from the launcher (process/launcher.py).
-"""
+"""Facts that each push carries as labels and resource attributes, from Run's arguments, FLOPWATCH_* or the launcher."""
 
 import socket
 from collections.abc import Callable, Mapping
@@ -15,22 +12,22 @@ from flopwatch.training.totals import PackedFlops, Totals, positive
 
 
 class Arguments:
-    """Arguments and environment variables of a run; a wrong one is reported to `failed` and ignored."""
+    """Reader of a run's arguments and environment variables. It reports an invalid one to `failed` and ignores it."""
 
     def __init__(self, environ: Mapping[str, str], failed: Callable[[str, Exception], None]) -> None:
         self.environ = environ
         self._failed = failed
 
     def refuse(self, reason: str) -> None:
-        """Report a wrong argument."""
+        """Report an invalid argument to `failed`."""
         self._failed("__init__", ValueError(reason))
 
     def text(self, argument: str | None, variable: str) -> str:
-        """Return the argument or, if it is None, the environment variable, "" without it."""
+        """Return the argument as text or, if it is None, the environment variable's value, "" if that is not set."""
         return self.environ.get(variable, "") if argument is None else str(argument)
 
     def number(self, **argument: object) -> float | None:
-        """Return the one argument as a number above 0; None if it is None or wrong."""
+        """Return the value of the one keyword argument as a number above 0. None if it is None or invalid."""
         ((name, value),) = argument.items()
         try:
             return None if value is None else positive(name, value)
@@ -39,7 +36,7 @@ class Arguments:
             return None
 
     def choice(self, choices: tuple[str, ...], **argument: object) -> str | None:
-        """Return the one argument if it is one of the choices, else None."""
+        """Return the value of the one keyword argument if it is a choice. Otherwise report it and return None."""
         ((name, value),) = argument.items()
         if value in choices:
             return str(value)
@@ -47,7 +44,7 @@ class Arguments:
         return None
 
     def unix_time(self, variable: str) -> float | None:
-        """Return an environment variable as Unix time; None if it is missing or wrong."""
+        """Return the environment variable's value as Unix time, None if it is missing or invalid."""
         text = self.environ.get(variable)
         try:
             return float(text) if text else None
@@ -61,7 +58,7 @@ _UNKNOWN = RankIdentity("", "", 0, 1, 0)  # until the launcher has been asked
 
 @dataclass(slots=True)
 class RunInfo:
-    """Declared facts of one rank of a run."""
+    """Declared facts of one rank: process, place in the job, host, GPU, tenant, owner, dtype and peak."""
 
     environ: Mapping[str, str]
     process: launcher.Process
@@ -84,10 +81,7 @@ class RunInfo:
 def declare(
     given: Arguments, process: launcher.Process, start: float, dtype: str, submitted: float | None, **texts: str | None
 ) -> RunInfo:
-    """Return what the run declares, apart from its identity and peak.
-
-    `texts` are tenant, gpu_uuid, owner, team and page as the caller gave them, None if not.
-    """
+    """Return this rank's facts, still without identity and peak. `texts` are tenant, gpu_uuid, owner, team and page."""
     host = given.text(None, "FLOPWATCH_HOST") or socket.gethostname()
     launch = launcher.launch(given.environ, host, process)
     submitted = given.unix_time("FLOPWATCH_SUBMITTED_AT") if submitted is None else submitted
@@ -104,19 +98,19 @@ def declare(
 def declare_flops(
     arguments: Arguments, totals: Totals, per_token: float | PackedFlops | None, convention: str, hardware: float | None
 ) -> None:
-    """Set the FLOPs of a token, those of the hardware too, and their convention."""
+    """Set model FLOPs per token, hardware FLOPs per token and the convention in `totals`, as far as they are valid."""
     totals.convention = arguments.choice(("causal", "full", "palm"), convention=convention) or "unknown"
     if not hasattr(per_token, "flops"):
         totals.flops_per_token = arguments.number(flops_per_token=per_token)
-    elif totals.convention != "unknown":  # by an unknown convention they cannot be counted
+    elif totals.convention != "unknown":  # a formula needs a known convention
         totals.packed_flops = per_token
     totals.hardware_flops_per_token = arguments.number(hardware_flops_per_token=hardware)
 
 
 def declare_peak(arguments: Arguments, info: RunInfo, peak_flops: float | None, peak_source: str | None) -> None:
-    """Set the peak that is given in place of the table's."""
+    """Set Run's peak_flops, in FLOP/s, and its peak_source in place of the card's peak in the data-sheet table."""
     info.peak = arguments.number(peak_flops=peak_flops)
     if info.peak is not None:
         info.peak_source = peaks.override(info.peak, peak_source or "").source
     if peak_source is not None and peak_flops is None:
-        arguments.refuse("peak_source= is ignored: it goes with peak_flops=")
+        arguments.refuse("peak_source= is ignored without peak_flops=")

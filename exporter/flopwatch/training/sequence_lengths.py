@@ -1,6 +1,6 @@
-"""Lengths of the samples in a batch, from tensors on the CPU: reading a device's memory would wait for the device.
+"""Lengths of the samples in a batch, from tensors on the CPU. Reading a device's memory would stop the host.
 
-An attention mask of the batch's own shape excludes padding. Samples laid end to end, as by transformers'
+An attention mask of the tokens' shape excludes padding. Samples laid end to end, as by transformers'
 DataCollatorWithFlattening, begin where their `position_ids` are 0.
 https://huggingface.co/docs/transformers/main_classes/data_collator
 """
@@ -10,9 +10,9 @@ from typing import Any
 
 
 def lengths(ids: Any, mask: Any = None, positions: Any = None) -> Sequence[int] | None:
-    """Return the lengths of the samples in a tensor of tokens, without padding; None if the mask is on a device.
+    """Return the number of unpadded tokens of each sample in `ids`, [batch, length]. None if the mask is on a device.
 
-    The mask must have the tokens' shape. Positions of another shape are ignored.
+    The mask must have the shape of `ids`, and is 0 at padding. Packed samples begin where `positions` is 0.
     """
     if mask is not None:
         if mask.device.type != "cpu":

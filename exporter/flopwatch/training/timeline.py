@@ -1,9 +1,9 @@
 """Seconds per activity: exactly one activity is open at any moment, whatever the order of the calls.
 
-startup      from the process's start (as the kernel knows it) until run.batches() delivers its first batch; without
-             run.batches(), until the first run.step() returns: a first step that compiles and connects is startup
+startup      from the process's start (as the kernel knows it) until run.batches() delivers its first batch. Without
+             run.batches(), until the first run.step() returns, because that step compiles and connects
 data_stall   inside run.batches(), waiting for the next batch
-the others   inside `with run.activity(...)`, which may be nested: the innermost counts
+declared     inside `with run.activity(...)`, which may be nested: the innermost counts
 step         the rest: the next step begins as run.step() returns
 other        `with run.activity("other")`, and from the end of a run.batches() loop to its next batch or run.step()
 
@@ -15,7 +15,7 @@ ACTIVITIES = ("startup", "step", *DECLARED)
 
 
 class Timeline:
-    """Seconds per activity since `start`; every method takes the clock's reading, which never falls."""
+    """Seconds per activity since `start`. Methods take `now` in seconds of the same clock, which never falls."""
 
     def __init__(self, start: float) -> None:
         self._seconds = dict.fromkeys(ACTIVITIES, 0.0)
@@ -27,7 +27,7 @@ class Timeline:
         self.disturbed = True  # something but step and data_stall happened since the last step's end
 
     def _resume(self, now: float) -> None:
-        """Close the open activity at `now` and open the one that follows from the other fields."""
+        """Add the time until `now` to the open activity, and open the activity that the other fields imply."""
         self._seconds[self._open] += now - self._since
         self._since = now
         if self._declared:
@@ -38,14 +38,14 @@ class Timeline:
             self.disturbed = True
 
     def enter(self, activity: str, now: float) -> None:
-        """Open a declared activity inside the open one."""
+        """Open an activity inside the open one. Raises ValueError if it is not one of DECLARED."""
         if activity not in DECLARED:
             raise ValueError(f"{activity!r} is not an activity; write one of {', '.join(DECLARED)}")
         self._declared.append(activity)
         self._resume(now)
 
     def leave(self, activity: str, now: float) -> None:
-        """Close the innermost activity of this name and everything inside it, if it is open."""
+        """Close the innermost open activity of this name and all activities inside it, if one is open."""
         for index in reversed(range(len(self._declared))):
             if self._declared[index] == activity:
                 del self._declared[index:]
@@ -53,19 +53,19 @@ class Timeline:
                 return
 
     def wait_for_batch(self, now: float) -> None:
-        """Begin to wait for a batch; ignored inside a declared activity, such as an evaluation's loop."""
+        """Begin to wait for a batch. Ignored inside a declared activity, such as an evaluation's loop."""
         if not self._declared:
             self._waiting = True
             self._resume(now)
 
     def got_batch(self, now: float) -> None:
-        """End the wait: a step goes on or begins."""
+        """End the wait for a batch: time counts as `step` from now on."""
         if not self._declared:
             self._waiting, self._base = False, "step"
             self._resume(now)
 
     def end_of_batches(self, now: float) -> None:
-        """End the loop over batches."""
+        """End the loop over batches: time counts as `other` until the next batch or step."""
         if not self._declared:
             self._waiting = False
             if self._base == "step":
@@ -73,7 +73,7 @@ class Timeline:
             self._resume(now)
 
     def step(self, now: float) -> tuple[float, bool] | None:
-        """End a step; return its duration and whether another activity interrupted it, None if it was startup."""
+        """End a step. Return its seconds and whether another activity interrupted it, None if it counts as startup."""
         was_startup = self._base == "startup"
         self._base = "step"
         self._resume(now)
@@ -84,15 +84,15 @@ class Timeline:
         return None if was_startup else (duration, was_disturbed)
 
     def seconds(self, now: float) -> dict[str, float]:
-        """Return the seconds of every activity, the open one's included."""
-        # The parentheses as in _resume, or rounding could let a total fall when it is added.
+        """Return the seconds of every activity up to `now`."""
+        # Parentheses as in _resume, or rounding could let a total fall.
         return {**self._seconds, self._open: self._seconds[self._open] + (now - self._since)}
 
     @property
     def open(self) -> tuple[str, float]:
-        """Return the open activity and when it began."""
+        """Return the open activity and the clock's seconds at which it began."""
         return self._open, self._since
 
     def open_step_seconds(self, now: float) -> float:
-        """Return the step seconds since the last step's end."""
+        """Return the seconds of the activity `step` since the last step ended."""
         return self.seconds(now)["step"] - self._step_end

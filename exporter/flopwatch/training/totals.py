@@ -1,9 +1,9 @@
-"""Totals of one training process: counters, positions and activities added up from recorded events.
+"""Totals of one training process: counters, positions and activities, added up from recorded events.
 
-The loop appends events (kind, mark, arguments) to a deque, and `Totals.take` adds them up in order in the push thread.
-A mark is seconds on the run's clock or a Moment of a device. An event with an unknown time holds back the events behind
-it. Waits and phases of a step count only if nothing else happened in it and it took at most twice the running mean: the
-others wait for a rank that stops for a checkpoint of its own, and it must not be blamed for that.
+The loop appends events (method, mark, arguments) to a deque, and `Totals.take` calls the methods in order in the push
+thread. A mark is seconds on the run's clock, or a Moment, which delays later events until the device has reached it.
+Waits and phases of a step count only if no other activity interrupted it and it took at most twice the mean. Otherwise
+a rank that saves a checkpoint alone would look like the straggler.
 """
 
 import math
@@ -21,23 +21,23 @@ from flopwatch.training.timeline import Timeline
 
 DURATION_BOUNDS = (0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 180.0)  # seconds
 
-# Seconds a device may lag until the open activity's age goes on without it, so that a hang becomes visible.
+# Seconds that a device may lag. Beyond that time goes on without it, so that a hang becomes visible.
 MAX_LAG = 10.0
 
-# A loss is a spike if it is this many standard deviations and this share of the mean above the mean of those before.
+# A loss is a spike if it exceeds the mean by this many standard deviations and by this share of the mean.
 SPIKE_DEVIATIONS = 6.0
 SPIKE_SHARE = 0.1
 SPIKE_AFTER = 20  # losses
-SPIKE_MEMORY = 64  # losses whose mean and spread count, about
+SPIKE_MEMORY = 64  # about as many recent losses count in mean and variance
 
 
 class Moment(Protocol):
-    """A point in a device's work, whose time is known once the device gets there."""
+    """Point in a device's work. Its time is known once the device has reached it."""
 
     recorded: float  # seconds on the run's clock when the host recorded it, which is not later than the moment
 
     def at(self) -> float | None:
-        """Return the moment in seconds on the run's clock; None if the device is not there yet."""
+        """Return the moment in seconds on the run's clock, None if the device has not reached it yet."""
 
 
 Mark = float | Moment
@@ -46,15 +46,15 @@ Event = tuple[Any, ...]  # a method of Totals, a Mark, and the method's other ar
 
 
 class PackedFlops(Protocol):
-    """FLOPs of packed samples, as `flopwatch.flops.Transformer` counts them."""
+    """Formula for the FLOPs of packed samples, such as `flopwatch.flops.Transformer`."""
 
     def flops(self, tokens: int, sum_len_squared: int, convention: Any) -> float:
-        """Return the FLOPs of samples from their number of tokens and the sum of their squared lengths."""
+        """Return the FLOPs of samples with this number of tokens and this sum of their squared lengths."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Inputs and results of one step of this rank's model replica."""
+    """Arguments of one Run.step(), about this rank's model replica unless noted. None if not given."""
 
     tokens: float | None = None
     global_tokens: float | None = None  # of all ranks
@@ -66,7 +66,7 @@ class Work:
 
 
 class Spikes:
-    """Counter of losses far above the running mean."""
+    """Counter of losses that are far above the running mean."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -74,7 +74,7 @@ class Spikes:
         self._mean = self._variance = 0.0
 
     def see(self, loss: float) -> None:
-        """Add a finite loss; a spike moves mean and spread only as far as the limit."""
+        """Count a finite loss if it is a spike. Then update mean and variance, with a spike cut to the limit."""
         limit = self._mean + max(SPIKE_DEVIATIONS * math.sqrt(self._variance), SPIKE_SHARE * abs(self._mean))
         if self._seen >= SPIKE_AFTER and loss > limit:
             self.count += 1
@@ -87,10 +87,9 @@ class Spikes:
 
 
 class Totals:
-    """Totals since the process started, and positions; used by one thread at a time."""
+    """Totals of one process since `start` on its clock, for one thread at a time. `failed` receives events' errors."""
 
     def __init__(self, start: float, failed: Callable[[str, Exception], None]) -> None:
-        """Start at `start` on the run's clock; `failed(what, error)` is called for a wrong event."""
         self.timeline = Timeline(start)
         self.events: deque[Event] = deque()
         self._failed = failed
@@ -105,7 +104,6 @@ class Totals:
         self.hardware_flops_per_token: float | None = None
         self.uncountable = False  # FLOPs cannot be counted
         self.measures_wait = False
-        # The totals.
         self.steps = 0
         self.tokens = self.samples = self.flops = self.hardware_flops = 0.0
         self.tokens_known, self.samples_known = True, False
@@ -137,9 +135,9 @@ class Totals:
         self.step_seconds = 0.0  # of one step, the running mean
 
     def take(self, *, all_of_them: bool = False, limit: int = sys.maxsize) -> None:
-        """Add up at most `limit` events: to the first unknown moment or, with `all_of_them`, beyond it."""
+        """Add up at most `limit` events. Stop at a moment that the device has not reached, unless `all_of_them`."""
         events = self.events
-        for _ in range(min(len(events), limit)):  # not those recorded meanwhile: a loop may record faster than this
+        for _ in range(min(len(events), limit)):  # not those recorded meanwhile, because a loop may record faster
             event = events[0]
             what, mark = event[0], event[1]
             try:
@@ -149,7 +147,7 @@ class Totals:
                         return
                     now = mark.recorded
                 now = max(now, self._now)
-                # What lasted until `now` moves nothing: an earlier moment that arrives late still counts.
+                # Phases and waits that ended at `now` do not move the time, because an earlier event may follow.
                 if what is not Totals.phase and what is not Totals.waited:
                     self._now = now
                 what(self, now, *event[2:])
@@ -158,18 +156,18 @@ class Totals:
             events.popleft()
 
     def instant(self, now: float) -> float:
-        """Return the instant the totals are of when the run's clock shows `now`; later events count from it."""
+        """Return the time, at most `now`, up to which totals are complete. Later events count from that time."""
         if self.events:
-            # The next event is not earlier than its recording. A device that lags too far hangs, and time goes on.
+            # The next event is not earlier than its recording. Time goes on if a device lags too far.
             mark = self.events[0][1]
             now = min(now, max(mark if isinstance(mark, (int, float)) else mark.recorded, now - MAX_LAG))
         self._now = max(self._now, now)
         return self._now
 
-    # Kinds of events: called with the instant, which never falls, and the event's arguments.
+    # Methods for events: called with the event's instant, which never falls, and its arguments.
 
     def step(self, now: float, work: int | Work) -> None:
-        """Count an optimizer step; a bare number is its tokens."""
+        """Count an optimizer step with its Work, or with its tokens alone."""
         if isinstance(work, int):
             work = Work(work)
         self.steps += 1
@@ -188,7 +186,7 @@ class Totals:
         self.logged(now, work)
 
     def logged(self, _: float, work: Work) -> None:
-        """Set the loss and grad_norm of the last step."""
+        """Set the last step's loss and gradient norm."""
         if work.loss is not None:
             self.loss = self._checked("loss", work.loss)
             if self.spikes is None:
@@ -217,7 +215,7 @@ class Totals:
         self.step_seconds += (min(duration, 2 * mean) - mean) / 8 if mean else duration
 
     def _work(self, work: Work, counted: float | None, *, capacity: bool) -> None:
-        """Count tokens, samples and, if the step's time is `capacity`, FLOPs: otherwise MFU would be too high."""
+        """Count tokens, samples and, if the step's time is `capacity`, FLOPs. Otherwise MFU would be too high."""
         tokens, replica = work.tokens, self.replica_ranks
         among: float | None = replica
         if work.global_tokens is not None:
@@ -264,13 +262,13 @@ class Totals:
                 self.hardware_flops += tokens * self.hardware_flops_per_token / among
 
     def restored(self, _: float, step: int | None, tokens: float | None) -> None:
-        """Set the position to a restored step and the replica's tokens; None if unknown."""
+        """Set the position to a restored checkpoint's step and the replica's tokens by then. None if unknown."""
         self.position = self.restored_step = step
         self.lost = step is None
         self.position_tokens = 0.0 if step == 0 and tokens is None else tokens
 
     def commit(self, _: float, step: int | None) -> None:
-        """Set the last durable checkpoint: of this step, or of the last one if None."""
+        """Set the last durable checkpoint to `step`, or to the current position if None."""
         step = self.position if step is None else step
         if step is not None:
             self.committed = step
@@ -281,70 +279,67 @@ class Totals:
         self.background += max(0.0, seconds)
 
     def waited(self, _: float, began: Mark, ended: Mark) -> None:
-        """Add a wait for other ranks between two marks; it makes the open step a measured one."""
+        """Add a wait for other ranks between two marks. The open step then counts as measured."""
         if (seconds := _between(began, ended)) is not None:
             self._wait = (self._wait or 0.0) + seconds
 
     def phase(self, _: float, name: str, began: Mark, ended: Mark) -> None:
-        """Add to a phase of the open step the time between two marks."""
+        """Add the time between two marks to a phase of the open step. Raises ValueError if `name` is not a phase."""
         if name not in catalogue.PHASES:
             raise ValueError(f"{name!r} is not a phase; the catalogue has {', '.join(catalogue.PHASES)}")
         if (seconds := _between(began, ended)) is not None:
             self._phases[name] = self._phases.get(name, 0.0) + seconds
 
     def counted_flops(self, _: float, flops: float) -> None:
-        """Add counted FLOPs of the whole replica to the open step."""
+        """Add FLOPs that were counted, and not declared, for the whole replica to the open step."""
         self._counted_flops = (self._counted_flops or 0.0) + flops
 
     def add(self, _: float, row: Metric, labels: Labels, amount: float) -> None:
-        """Add to a counter."""
+        """Add `amount` to a counter with these labels."""
         samples = self.others.setdefault(row, {})
         samples[labels] = samples.get(labels, 0.0) + amount
 
     def enter(self, now: float, name: str, thread: int) -> None:
-        """Begin a declared activity if `thread` is the training loop's."""
+        """Begin the activity `name`, if `thread` is the training loop's."""
         if self._of_the_loop(thread, "activity"):
             self.timeline.enter(name, now)
 
     def leave(self, now: float, name: str, thread: int) -> None:
-        """End a declared activity if `thread` is the training loop's."""
+        """End the activity `name`, if `thread` is the training loop's."""
         if self._of_the_loop(thread, "activity"):
             self.timeline.leave(name, now)
 
     def waits_for_batch(self, now: float, thread: int) -> None:
-        """Begin to wait for a batch."""
+        """Begin to wait for a batch, if `thread` is the training loop's."""
         if self._of_the_loop(thread, "batches"):
             self.timeline.wait_for_batch(now)
 
     def got_batch(self, now: float, thread: int) -> None:
-        """End the wait for a batch."""
+        """End the wait for a batch, if `thread` is the training loop's."""
         if self._of_the_loop(thread, "batches"):
             self.timeline.got_batch(now)
 
     def end_of_batches(self, now: float, thread: int) -> None:
-        """End the loop over batches."""
+        """End the loop over batches, if `thread` is the training loop's."""
         if self._of_the_loop(thread, "batches"):
             self.timeline.end_of_batches(now)
 
     def _of_the_loop(self, thread: int, what: str) -> bool:
         if self.loop_thread in (None, thread):
             return True
-        self._failed(what, RuntimeError(f"{what}() on another thread is not the training loop's time, and is ignored"))
+        self._failed(what, RuntimeError(f"{what}() is ignored on any thread but the training loop's"))
         return False
 
 
 def _between(began: Mark, ended: Mark) -> float | None:
-    """Return the seconds from one mark to another, None if the device is not there yet.
-
-    The marks' own times count: a mark of the host's clock may be earlier than the instant of the totals.
-    """
+    """Return the seconds from one mark to another by the marks' own times, None if the device has not reached both."""
     since = began if isinstance(began, (int, float)) else began.at()
     until = ended if isinstance(ended, (int, float)) else ended.at()
     return None if since is None or until is None else max(0.0, until - since)
 
 
 def number(name: str, value: object) -> float:
-    """Return a Python number as a float. Raises ValueError for other types, such as tensors."""
+    """Return a Python number as a float. Raises ValueError for other types, such as tensors, naming `name`."""
     if isinstance(value, Real):
         return float(value)
     # Not the value itself: a tensor's repr would wait for the device.
@@ -355,7 +350,7 @@ def number(name: str, value: object) -> float:
 
 
 def amount(name: str, value: object) -> float:
-    """Return a finite number of at least 0 as a float. Raises ValueError for others."""
+    """Return a finite number of at least 0 as a float. Raises ValueError for other values, naming `name`."""
     checked = number(name, value)
     if not 0 <= checked < math.inf:
         raise ValueError(f"{name}={checked!r}: counters only rise; pass a finite number of at least 0")
@@ -363,7 +358,7 @@ def amount(name: str, value: object) -> float:
 
 
 def positive(name: str, value: object) -> float:
-    """Return a finite number above 0 as a float. Raises ValueError for others."""
+    """Return a finite number above 0 as a float. Raises ValueError for other values, naming `name`."""
     if not (checked := amount(name, value)):
         raise ValueError(f"{name}=0 is ignored; leave it out if it is unknown")
     return checked

@@ -1,9 +1,9 @@
-"""Training loop of a script that does not call flopwatch itself, recorded through PyTorch's hooks (docs/run.md).
+"""Recording of a training script that does not call flopwatch itself, through PyTorch's hooks (docs/run.md).
 
-A step ends at the step of the first optimizer seen, if a backward pass ran since the last step ended. Another optimizer
-that makes TURNS steps without the first takes its place. Where no backward pass is ever seen (torch.func), every step
-of the optimizer except its first counts. The run begins when the first optimizer is made. If the script has a Run of
-its own, all hooks are removed for good.
+A step ends with the step() of the main optimizer, if a backward pass ran since the last step. The main optimizer is the
+first one seen, until another makes TURNS steps without it. If no backward pass is ever seen (torch.func), each step()
+of the main optimizer but the first counts. The run begins when the first optimizer is made. If the script has a Run of
+its own, all hooks are removed.
 https://docs.pytorch.org/docs/stable/generated/torch.optim.Optimizer.register_step_post_hook.html
 """
 
@@ -31,9 +31,9 @@ from flopwatch.training.torch.checkpoints import Checkpoints, commit_pending, in
 
 log = logging.getLogger("flopwatch")
 
-TURNS = 20  # steps of another optimizer without the first
-STEPS_TO_SEE_MODELS = 5  # after which no model is looked for
-MAX_STATES = 1000  # of an optimizer's parameters whose step counts are read
+TURNS = 20  # steps of another optimizer without one of the main optimizer
+STEPS_TO_SEE_MODELS = 5  # training steps after which no model is looked for
+MAX_STATES = 1000  # parameters whose step counts are read from an optimizer's state
 
 
 class Attachment:
@@ -50,9 +50,9 @@ class Attachment:
         self._models = ModelFinder(loop, self._loaders.settle)
         self._in_backward = self._in_step = self._step_is_due = False
         self._first: weakref.ref[torch.optim.Optimizer] | None = None
-        self._turns: dict[int, int] = {}  # steps of other optimizers since the first one's last
+        self._turns: dict[int, int] = {}  # steps of other optimizers since the main one's last
         self._loaded: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._blind_steps = 0  # of the first optimizer, while no backward pass was seen
+        self._blind_steps = 0  # of the main optimizer, while no backward pass was seen
         self._backwards = 0  # since the last step's end
         self._without_step = 0  # backward passes since any optimizer's step
         self._tokens: list[Tokens | None] = []  # of the open step
@@ -60,7 +60,7 @@ class Attachment:
 
     @property
     def run(self) -> Run | None:
-        """Return the run, None before it was made."""
+        """Return this process's run, None before it is made."""
         return self._loop.run
 
     def _replace(self, owner: Any, name: str, around: Callable[[Any], Any]) -> None:
@@ -70,12 +70,9 @@ class Attachment:
         self._replaced.append((owner, name, original, ours))
 
     def _arm(self) -> None:
-        """Install all hooks. Called when the first optimizer is made, which imports torch._dynamo.
-
-        Dynamo skips functions that torch.compiler.disable marks; with recursive=False it still compiles their callees.
-        """
+        """Install all other hooks when the first optimizer is made, because torch._dynamo is imported by then."""
         self._armed = True
-        disable: Any = torch.compiler.disable
+        disable: Any = torch.compiler.disable  # recursive=False still compiles the callees
         before = disable(lambda optimizer, *_: self._loop.call(self._before_step, optimizer))
         after = disable(lambda optimizer, *_: self._loop.call(self._after_step, optimizer))
         self._handles = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
@@ -89,7 +86,7 @@ class Attachment:
         self._models.look()
 
     def step_back(self) -> None:
-        """Remove all hooks, except where other code has replaced the same function since."""
+        """Remove all hooks, except from functions that other code has replaced since."""
         self._loop.over = True
         self._models.look_no_more()
         for owner, name, original, ours in self._replaced:
@@ -98,12 +95,12 @@ class Attachment:
         for handle in self._handles:
             handle.remove()
         checkpoints, run = self._loop.checkpoints, self._loop.run
-        # Else a run of the script's own uses them.
+        # Otherwise a run of the script's own uses them.
         if checkpoints.recorder in (None, None if run is None else run.recorder):
             checkpoints.uninstall()
 
     def _begin(self, surely: bool) -> Run | None:
-        """Return the run; make it once this process is known to train and its rank can be known."""
+        """Return the run, made now if this process `surely` trains, or has its rank and does not import Run itself."""
         loop = self._loop
         if loop.run is not None or loop.over:
             return loop.active_run()
@@ -127,7 +124,7 @@ class Attachment:
         if run.rank == 0:
             run.recorder.add(catalogue.TRAINING_DISCARDED_BACKWARD_TOTAL, 0)
         loop.checkpoints.report_to(run.recorder)
-        atexit.register(self._at_exit)  # after the pusher's own, so it is called before that
+        atexit.register(self._at_exit)  # registered after the pusher's, so called before it
         return run
 
     def _at_exit(self) -> None:
@@ -151,7 +148,7 @@ class Attachment:
     def _made(self, optimizer: torch.optim.Optimizer) -> None:
         if not self._armed:
             self._arm()
-        with contextlib.suppress(AttributeError):  # an older PyTorch has none
+        with contextlib.suppress(AttributeError):  # old releases of PyTorch lack the method
             optimizer.register_load_state_dict_post_hook(self._loaded.add)
         self._begin(surely=False)
 
@@ -173,7 +170,7 @@ class Attachment:
                 return
             self._blind_steps += 1
             if self._blind_steps == 1:
-                return  # torch.distributed.checkpoint makes a first step to create the optimizer's state
+                return  # torch.distributed.checkpoint calls step() once to create the optimizer's state
         if optimizer is not self._first():
             turns = self._turns[id(optimizer)] = self._turns.get(id(optimizer), 0) + 1
             if turns < TURNS:
@@ -182,7 +179,7 @@ class Attachment:
         self._in_step = False
         self._turns.clear()
         if self._in_backward:
-            self._step_is_due = True  # the pass goes on, and so do other optimizers
+            self._step_is_due = True  # the pass goes on, and other optimizers may step
         else:
             self._end_step(optimizer)
 
@@ -212,7 +209,6 @@ class Attachment:
             self._models.look_no_more()
 
     def _find_position(self, run: Run, optimizer: torch.optim.Optimizer | None) -> None:
-        """Report the step from which the run was resumed, if the optimizer's state was loaded."""
         if optimizer is None or optimizer not in self._loaded:
             return
         step = self._loop.checkpoints.loaded_step
@@ -254,7 +250,7 @@ class Attachment:
         return backward
 
     def _backward_begins(self) -> bool:
-        """Record the begin of a backward pass; return whether it is the loop's own and not nested."""
+        """Record the begin of a backward pass. Return False if it is nested or not on the loop's thread."""
         if self._loop.over or self._in_backward or not self._loop.on_this_thread():
             return False
         if (run := self._begin(surely=True)) is None:
@@ -274,7 +270,7 @@ class Attachment:
 
 
 def to_process(settings: Settings) -> Attachment:
-    """Attach to this process, which has just imported torch."""
+    """Attach flopwatch's hooks to this process, which has just imported torch."""
     return Attachment(settings, install(settings.step_from))
 
 
@@ -283,7 +279,7 @@ def _skipped(disable: Any, around: Callable[[Any], Any], original: Any) -> Any:
 
 
 def _uses_flopwatch() -> bool:
-    """Return whether a module outside flopwatch has imported Run, and so may be about to make one."""
+    """Return whether code outside flopwatch has imported Run, and so may soon make one."""
     modules = list(sys.modules.items())
     if any(name.startswith("flopwatch.training.frameworks.") for name, _ in modules):
         return True

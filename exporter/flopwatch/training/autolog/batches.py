@@ -1,8 +1,8 @@
 """Batches of a training loop: time spent waiting for them, and the tokens in them.
 
-A data loader feeds training if a backward pass follows its batch. It feeds evaluation if its next batch is fetched
-without one, or under no_grad or inference_mode. That is decided once per dataset. Tokens belong to the backward pass
-that follows. Only DataLoader.__iter__ and its iterators' __next__ have hooks.
+A data loader feeds training if a backward pass follows its batch. It feeds evaluation if two of its batches follow each
+other without a backward pass, or if it runs under no_grad or inference_mode. That is decided once per dataset. Tokens
+count for the next backward pass. Only DataLoader.__iter__ and its iterators' __next__ are replaced.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from flopwatch.training.recorder import Recorder
 from flopwatch.training.sequence_lengths import lengths
 from flopwatch.training.totals import Mark, Totals
 
-MAX_FRAMES = 20  # looked at to learn what fetches a batch
+MAX_FRAMES = 20  # callers inspected to find the code that fetches a batch
 
 TRAINING, EVALUATION = "training", "evaluation"
 
@@ -35,12 +35,12 @@ class Tokens:
 
 
 class Loaders:
-    """DataLoader iterations, classified as training or evaluation by what follows each batch."""
+    """Observer of all DataLoaders, which it classifies as training or evaluation by what follows each batch."""
 
     def __init__(self, loop: LoopState) -> None:
         self._loop = loop
         self._fetching = False
-        self._made: tuple[int, Mark] | None = None  # the iterator made last, by its id, and when that began
+        self._made: tuple[int, Mark] | None = None  # id of the newest iterator, and when its making began
         self._kinds: dict[int, str] = {}  # by the dataset's id
         self._always_training: set[int] = set()  # also under no_grad
         self._newest: int | None = None  # dataset of the last batch
@@ -48,11 +48,11 @@ class Loaders:
         self._evaluated: int | None = None  # dataset of the open evaluation
         self._evaluated_batches = 0
         self._batches: dict[int, deque[Tokens | None]] = {}  # fetched and not yet trained on
-        self._passed: dict[int, list[Tokens | None]] = {}  # older ones, until the loop fetches again
+        self._passed: dict[int, list[Tokens | None]] = {}  # dropped from _batches, until the loop fetches again
         self._iterating: dict[int, weakref.ref[Any]] = {}
 
     def around_iter(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Return a replacement of DataLoader.__iter__ that notes when it began: starting workers is part of a wait."""
+        """Return a replacement of DataLoader.__iter__ that counts the start of worker processes as waiting."""
         call = self._loop.call
 
         def __iter__(loader: Any) -> Any:
@@ -66,7 +66,7 @@ class Loaders:
         return __iter__
 
     def around_next(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Return a replacement of the iterators' __next__ that records the wait and the batch."""
+        """Return a replacement of a DataLoader iterator's __next__ that records the wait and the batch."""
         call = self._loop.call
 
         def __next__(iterator: Any) -> Any:
@@ -107,22 +107,21 @@ class Loaders:
         if not unused:
             self._passed.pop(dataset, None)
         elif len(unused) == unused.maxlen:
-            # Skipped by a loop that resumes, or the first of some that are fetched before any is trained on.
+            # Skipped by a loop that resumes, or the first of several batches fetched before training.
             self._passed.setdefault(dataset, []).append(unused[0])
-        unused.append(None)  # should what follows fail
+        unused.append(None)  # in case tokens_of() raises
         unused[-1] = tokens_of(batch, self._loop.settings.tokens_from)
         if kind == TRAINING:
             self._leave_evaluation(recorder, began)
             recorder.waited_for_batch(began, ended)
         elif self._loop.seen_backward and self._held is not None and self._held[0] == dataset:
-            # Two in a row, and no backward pass between them.
+            # Two batches in a row, without a backward pass between them.
             self._kinds[dataset] = EVALUATION
             self._evaluate(recorder, dataset, self._held[1])
         else:
             self._held = dataset, began, ended
 
     def _ends(self, iterator: Any, recorder: Recorder, began: Mark) -> None:
-        """Record that an iterator has no more batches."""
         dataset = self._dataset(iterator)
         if self._held is not None and self._held[0] == dataset and self._loop.seen_backward:
             self._kinds[dataset] = EVALUATION
@@ -144,7 +143,7 @@ class Loaders:
             recorder.leave("evaluation", at=now)
 
     def settle(self, recorder: Recorder) -> None:
-        """Record the newest batch as one for training."""
+        """Count the newest batch and the wait for it as training, and end an open evaluation."""
         newest = self._newest
         if newest is None:
             return
@@ -159,7 +158,7 @@ class Loaders:
             recorder.waited_for_batch(began, ended)
 
     def training(self, recorder: Recorder) -> list[Tokens | None]:
-        """Record the newest batch as one for training; return the tokens of the batches this backward pass is for."""
+        """Count the newest batch as training. Return the tokens of the batches that this backward pass uses."""
         self.settle(recorder)
         tokens = [unused.popleft() for unused in self._batches.values() if unused]
         if not tokens:
@@ -167,7 +166,7 @@ class Loaders:
         return tokens
 
     def _dataset(self, iterator: Any) -> int:
-        """Return the id of an iterator's dataset, and record the end of the loop when the iterator is deleted."""
+        """Return the id of an iterator's dataset. When the iterator is deleted, the end of its loop is recorded."""
         dataset = getattr(iterator, "_dataset", iterator)
         this = id(dataset)
         known = self._iterating.get(this)
@@ -184,7 +183,7 @@ class Loaders:
         self._always_training.discard(dataset)
 
     def _dropped(self, dataset: int, at: Mark | None) -> None:
-        """Record that a loop over batches ended, by itself or by `break`."""
+        """Record that a loop over batches ended. Its last wait began at `at`, None after a `break`."""
         self._iterating.pop(dataset, None)
         recorder = self._loop.active_recorder()
         if recorder is None or not self._loop.on_this_thread():
@@ -193,14 +192,14 @@ class Loaders:
             self._leave_evaluation(recorder, recorder.mark())
         elif self._kinds.get(dataset) == TRAINING and self._newest == dataset:
             if at is not None:
-                recorder.waited_for_batch(at, recorder.mark())  # it waited to learn that there is no more
+                recorder.waited_for_batch(at, recorder.mark())  # the loop waited for the loader to report its end
             recorder.note("batches", Totals.end_of_batches, threading.get_ident())
 
 
 def tokens_of(batch: Any, place: str | None = None) -> Tokens | None:
-    """Return the tokens of a batch: integers at `place`, by default `input_ids`; None if unknown.
+    """Return the tokens of a batch: integers at the key, attribute or index `place`, by default `input_ids`.
 
-    An `attention_mask` of the same shape excludes padding. The number is unknown if that mask is on a device.
+    An `attention_mask` of the same shape excludes padding. None without such integers, or if that mask is on a device.
     """
     ids = _at(batch, "input_ids" if place is None else place)
     if not isinstance(ids, torch.Tensor) or not ids.dim():
@@ -222,10 +221,7 @@ def _at(batch: Any, place: str) -> Any:
 
 
 def _fetches_ahead(caller: Any) -> int:
-    """Return how many batches the fetching code is ahead of the training loop.
-
-    Accelerate's loaders are one batch ahead, and transformers' Trainer fetches all batches of a step before it trains.
-    """
+    """Return how many batches ahead Accelerate or transformers' Trainer, found from the frame `caller`, fetches."""
     ahead = 0
     for _ in range(MAX_FRAMES):
         if caller is None:

@@ -34,10 +34,9 @@ class Settings:
 
 
 class LoopState:
-    """The run of this process and what is known of its training loop."""
+    """State that all hooks share: run, settings and loop thread. `detach` removes the hooks when the run has ended."""
 
     def __init__(self, settings: Settings, checkpoints: Checkpoints, detach: Callable[[], None]) -> None:
-        """Call `detach` when the run has ended: it removes all hooks."""
         self.settings = settings
         self.checkpoints = checkpoints
         self.run: Run | None = None
@@ -52,7 +51,7 @@ class LoopState:
         return self.thread in (None, threading.get_ident())
 
     def active_run(self) -> Run | None:
-        """Return the run if there is one, it is still ours, and this is not a forked child."""
+        """Return the run while it records. None before it is made, after its end and in forked children."""
         run = self.run
         if run is None or self.over:
             return None
@@ -68,7 +67,7 @@ class LoopState:
         return None if run is None else run.recorder
 
     def call(self, hook: Callable[_P, _R], /, *args: _P.args, **kwargs: _P.kwargs) -> _R | None:
-        """Call a hook and return its result; catch and report its exceptions, and return None then."""
+        """Call a hook and return its result. An exception is reported, and None returned instead."""
         try:
             return hook(*args, **kwargs)
         except Exception as error:
@@ -76,5 +75,5 @@ class LoopState:
                 self.run.recorder.failed("attach", error)
             else:
                 self.over = True
-                log.warning("this process cannot be watched: %s (training goes on without it)", error, exc_info=error)
+                log.warning("flopwatch cannot record this process: %s (training goes on)", error, exc_info=error)
             return None

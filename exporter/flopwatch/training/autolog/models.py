@@ -1,4 +1,4 @@
-"""Models of a training loop, found as the loop calls them."""
+"""Models of a training script, found as the training loop calls them."""
 
 import functools
 import itertools
@@ -13,14 +13,13 @@ from flopwatch.training.recorder import Recorder
 
 
 class ModelFinder:
-    """Finder of models: modules that are called outside any other module, with gradients, in the first steps.
+    """Finder of models: modules that the loop, and no other module, calls with gradients in the first steps.
 
-    It replaces nn.Module.__call__, and restores it while such a call lasts: Dynamo compares the method with the one it
-    knows, so it must never meet the replacement inside a model it compiles. A global forward hook makes Dynamo warn.
+    It replaces nn.Module.__call__, and restores the original during such a call, because Dynamo must not meet the
+    replacement in a model that it compiles. A global forward hook would make Dynamo warn.
     """
 
     def __init__(self, loop: LoopState, settle: Callable[[Recorder], None]) -> None:
-        """Call `settle` when a model is found: the newest batch is then one for training."""
         self._settle = settle
         self._loop = loop
         self._original: Any = None
@@ -28,7 +27,7 @@ class ModelFinder:
         self._known: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
     def look(self) -> None:
-        """Replace nn.Module.__call__."""
+        """Look for models from now on, by replacing nn.Module.__call__."""
         self._original = original = torch.nn.Module.__call__
 
         @functools.wraps(original)
@@ -47,12 +46,12 @@ class ModelFinder:
         self._put(__call__)
 
     def _put(self, function: Any) -> None:
-        # Other code that has replaced it since keeps its place.
+        # Not if other code has replaced nn.Module.__call__ since.
         if torch.nn.Module.__call__ in (self._ours, self._original):
             torch.nn.Module.__call__ = function  # type: ignore[method-assign]
 
     def look_no_more(self) -> None:
-        """Restore nn.Module.__call__."""
+        """Stop looking for models, and restore nn.Module.__call__."""
         if self._ours is not None:
             self._put(self._original)
             self._ours = None
@@ -64,7 +63,7 @@ class ModelFinder:
         run = loop.active_run()
         if run is None or not any(parameter.requires_grad for parameter in module.parameters()):
             return
-        self._settle(run.recorder)
+        self._settle(run.recorder)  # the newest batch is for training
         parts = set(itertools.chain.from_iterable(model.modules() for model in self._known))
         self._known.add(module)
         if module not in parts:

@@ -1,4 +1,4 @@
-"""scaled_dot_product_attention, counted before PyTorch chooses a kernel, which may multiply no matrices."""
+"""Counting of scaled_dot_product_attention as one operator, because the kernel behind it may show no matmul."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from flopwatch.training.flop_counter.operators import Counter
 
 
 class Attention(TorchFunctionMode):
-    """Mode that reports each call of scaled_dot_product_attention to the counter."""
+    """Mode of PyTorch that reports each call of scaled_dot_product_attention to the counter, and hides its kernels."""
 
     def __init__(self, counter: Counter) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""FLOPs of a model without a configuration, counted once on tensors without data (docs/counted.md).
+"""FLOPs of a model without a configuration, counted on tensors without data (docs/counted.md).
 
-A copy of the model (fake_model.py) runs its forward once on the shapes of a batch under a counter (operators.py).
-Nothing of the model itself is called or changed. DTensor and FSDP parameters have their global shape, so that a count
-covers all ranks that share the model. If the forward does not run on those shapes, it runs on the rank's part.
+A copy of the model (fake_model.py) runs its forward on the shapes of a batch under a counter (operators.py). The model
+itself is neither called nor changed. DTensor and FSDP parameters have their global shape, so that a count covers all
+ranks that share the model. If the forward does not run on those shapes, the copy has this rank's shards instead.
 https://docs.pytorch.org/docs/stable/torch.compiler_fake_tensor.html
 """
 
@@ -34,15 +34,12 @@ from flopwatch.training.torch.outputs import tensors
 
 __all__ = ["Attached", "Counted", "Uncountable", "attach", "count"]
 
-SAMPLE = 16  # parameters inspected in each pass: all of a large model would take longer than the rest
+SAMPLE = 16  # parameters inspected in each pass, because inspecting all of a large model would take too long
 MAX_SHAPES = 32  # batch shapes that are counted one by one
 
 
 def count(model: torch.nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Counted:
-    """Return the FLOPs of `model(*args, **kwargs)` and its backward pass, from the shapes of the batch.
-
-    Raises Uncountable with the reason.
-    """
+    """Return the FLOPs of `model(*args, **kwargs)` and its backward pass, from tensor shapes. Raises Uncountable."""
     try:
         return _count(model, args, dict(kwargs or {}), {})
     except _Fails as error:
@@ -58,7 +55,7 @@ def count(model: torch.nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[st
 def _count(
     model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], parts: dict[int, tuple[int, int]]
 ) -> Counted:
-    """Return the FLOPs of a run in which these parameters are cut into parts. Raises Uncountable, _Fails."""
+    """Return the FLOPs with the parameters in `parts`, keyed by id, cut as on one rank. Raises Uncountable, _Fails."""
     counter = Counter(FakeTensorMode(allow_non_fake_inputs=True), parts)
     twins = FakeModels(counter)
     failed = None
@@ -81,7 +78,7 @@ def _count(
 
 
 class _Fails(Exception):
-    """The model's forward raised."""
+    """Error raised when the model's forward raises. `reason` is reported if no other way of counting works."""
 
     def __init__(self, reason: Uncountable) -> None:
         super().__init__(reason)
@@ -89,7 +86,6 @@ class _Fails(Exception):
 
 
 def _reason(error: Exception) -> str:
-    """Return why a forward failed, on one line."""
     frames = traceback.walk_tb(error.__traceback__)
     if any(frame.f_globals.get("__name__") == "torch.nn.attention.flex_attention" for frame, _ in frames):
         return "the number of scores under a mask function of flex_attention is unknown"
@@ -100,7 +96,7 @@ def _reason(error: Exception) -> str:
 def _run(
     model: torch.nn.Module, twins: FakeModels, counter: Counter, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> int | None:
-    """Run the forward of the model's fake copy; return the tokens of the batch, None if unknown."""
+    """Run the forward of the model's fake copy. Return the number of tokens in the batch, None if unknown."""
     with counter.mode, torch.enable_grad():
         twin = twins.of(model)
         arguments = inspect.signature(twin.forward).bind(*args, **kwargs)
@@ -113,16 +109,13 @@ def _run(
 
 @dataclass(frozen=True, slots=True)
 class Attached:
-    """Counting of one model's passes, until `remove()`."""
+    """Handle whose `remove()` ends the counting of one model's passes."""
 
     remove: Callable[[], None]
 
 
 def attach(recorder: Recorder, model: torch.nn.Module) -> Attached:
-    """Add the FLOPs of this module's training passes to the open step.
-
-    Pass the module as the loop calls it, after DDP, FSDP and torch.compile have wrapped it.
-    """
+    """Count the FLOPs of a model's training passes. `model` is the module that the loop calls, wrappers included."""
     if recorder.has_flops:
         return Attached(lambda: None)
     passes = _Passes(recorder, model)
@@ -149,15 +142,12 @@ def attach(recorder: Recorder, model: torch.nn.Module) -> Attached:
 
 
 class _Passes:
-    """Forward hook that counts the FLOPs of each new batch shape once, and looks up known shapes.
-
-    It runs after the forward, so that values the forward caches, such as position tables, are real and stay real.
-    """
+    """Forward hook that counts the FLOPs of each new batch shape once, after the model's forward has filled caches."""
 
     def __init__(self, recorder: Recorder, model: torch.nn.Module) -> None:
         self._recorder = recorder
         parameters = [weakref.ref(parameter) for parameter in model.parameters()]
-        # To see that weights are frozen for some passes.
+        # Inspected in each pass, because weights may be frozen for some passes.
         self._sample = parameters[:: max(1, len(parameters) // SAMPLE)]
         self._counts: dict[Hashable, Counted] = {}
         self._lengths = _Lengths()
@@ -226,21 +216,18 @@ class _Passes:
 
 
 class _Lengths:
-    """Formula batch x (a x length + b x length^2) of the FLOPs of [batch, length], fitted to two counts.
-
-    It serves batches that are padded to their longest sample, so that each has another length.
-    """
+    """Formula batch x (a x length + b x length^2) for the FLOPs of batches that differ in length, fitted to counts."""
 
     def __init__(self) -> None:
         self._counts: dict[tuple[int, int, int], Counted] = {}
 
     def add(self, trainable: int, lengths: tuple[int, int] | None, counted: Counted) -> None:
-        """Add a count to fit the formula to."""
+        """Add a count as a data point for the fit of FLOPs against sequence lengths."""
         if lengths is not None:
             self._counts[(trainable, lengths[0], lengths[1])] = counted
 
     def predicted(self, trainable: int, lengths: tuple[int, int] | None) -> Counted | None:
-        """Return a shape's FLOPs if three counts or more fit the formula and one is as long, else None."""
+        """Return the FLOPs of [batch, length] if three counts fit the formula, one of them as long, else None."""
         counts = [(batch, length, counted) for (t, batch, length), counted in self._counts.items() if t == trainable]
         if lengths is None or len(counts) < 3 or lengths[1] > max(length for _, length, _ in counts):
             return None
@@ -260,14 +247,14 @@ class _Lengths:
 
 
 def _batch_and_length(value: Any) -> tuple[int, int] | None:
-    """Return the shape [batch, length] that all tensors share, apart from scalars; None if they share none."""
+    """Return the shape [batch, length] that all tensors but scalars share, None if they share none."""
     shapes = {tuple(leaf.shape) for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor) and leaf.ndim}
     shape: Any = shapes.pop() if len(shapes) == 1 else ()
     return shape if len(shape) == 2 and prod(shape) else None
 
 
 def _shapes(value: Any) -> Hashable:
-    """Return the part of some arguments that decides their FLOPs: shapes, booleans and strings."""
+    """Return a key from the properties of arguments that decide the FLOPs: shapes, booleans and strings."""
     if isinstance(value, torch.Tensor):
         return tuple(value.shape)
     if isinstance(value, (list, tuple)):
@@ -287,14 +274,14 @@ def _inert() -> Callable[..., None]:
 
 @contextlib.contextmanager
 def _nothing_changed() -> Iterator[None]:
-    """Return a context manager that restores the random state and keeps compiled functions and logs unchanged."""
+    """Return a context manager that restores random states, compiles nothing and logs nothing."""
     numbers, torch_numbers = random.getstate(), torch.get_rng_state()
     numpy = sys.modules.get("numpy")
     numpy_numbers = None if numpy is None else numpy.random.get_state()
-    log = logging.getLogger("torch._subclasses.fake_tensor")  # prints a traceback for what has no fake kernel
+    log = logging.getLogger("torch._subclasses.fake_tensor")  # logs a traceback for an operator without a fake kernel
     was_silent, log.disabled = log.disabled, True
     try:
-        # Or torch.compile'd functions inside would be compiled for fake tensors.
+        # Otherwise functions under torch.compile would be compiled for fake tensors.
         with torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext():
             yield
     finally:
@@ -306,7 +293,7 @@ def _nothing_changed() -> Iterator[None]:
 
 
 def _autocast(model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
-    """Return the model's autocast for the CPU, where the fake copy is, without a cache that would keep fakes."""
+    """Return the model's autocast for the CPU, where the fake copy is, without a cache that would keep fake tensors."""
     device = next((parameter.device.type for parameter in model.parameters()), "cpu")
     device = "cpu" if device == "meta" else device
     return torch.autocast(

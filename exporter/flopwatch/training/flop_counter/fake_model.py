@@ -1,8 +1,8 @@
 """Fake copy of a model: the same modules with parameters without data, no hooks and no wrappers.
 
-It is built from the model's own state without calling the model. DDP, FSDP 1, DeepSpeed and torch.compile wrap a module
-in another, which is removed. FSDP 2 and tensor parallelism work through hooks, which the copy lacks, and through
-DTensor parameters, which have their global shape.
+It is built from the model's attributes without calling the model. The module inside DDP, FSDP 1, DeepSpeed and
+torch.compile is copied. FSDP 2 and tensor parallelism work through hooks, which the copy lacks, and through DTensor
+parameters, which have their global shape in the copy.
 https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 """
 
@@ -23,7 +23,7 @@ MAX_ITEMS = 10_000  # elements of a list in a module: more are a data set
 
 
 def cut_parameters(model: torch.nn.Module) -> dict[int, tuple[int, int]]:
-    """Return (dimension, parts) of the parameters that tensor parallelism cuts, by id; cuts by FSDP don't count."""
+    """Return (dimension, parts) by id of the parameters that tensor parallelism shards, without the shards of FSDP."""
     data_parallel = {}
     module: Any
     for module in model.modules():
@@ -43,7 +43,7 @@ def cut_parameters(model: torch.nn.Module) -> dict[int, tuple[int, int]]:
 
 
 class FakeModels:
-    """Copies of modules with fake parameters and buffers, and without hooks and wrappers."""
+    """Maker of fake copies of models, with parameters and buffers without data, and without hooks and wrappers."""
 
     def __init__(self, counter: Counter) -> None:
         self._counter = counter
@@ -53,7 +53,7 @@ class FakeModels:
         self._whole: dict[tuple[int, str], torch.Tensor] = {}  # parameters that FSDP 1 cut up
 
     def of(self, model: torch.nn.Module) -> Any:
-        """Return the fake copy of a model."""
+        """Return the fake copy of a model. Raises Uncountable for TorchScript."""
         twin = self._module(model)
         for module in list(self._modules.values()):
             state = module.__dict__
@@ -62,7 +62,7 @@ class FakeModels:
         return twin
 
     def clear(self) -> None:
-        """Release all tensors."""
+        """Release the tensors of all copies."""
         for twin in self._modules.values():
             twin.__dict__.clear()
         self._whole.clear()
@@ -72,7 +72,7 @@ class FakeModels:
         if id(module) in self._modules:
             return self._modules[id(module)]
         if isinstance(module, torch.jit.ScriptModule):
-            raise Uncountable(f"{module.original_name} is TorchScript, which can't be looked into")
+            raise Uncountable(f"{module.original_name} is TorchScript, whose operators the counter does not see")
         twin = object.__new__(type(module))
         self._modules[id(module)] = twin
         state = dict(module.__dict__)
@@ -99,7 +99,7 @@ class FakeModels:
         return twin
 
     def _unwrapped(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Return the module inside wrappers whose forward does more than the model's: DDP, FSDP 1, torch.compile."""
+        """Return the model inside its wrappers, whose forward does more than the model's."""
         while True:
             inner = module.__dict__["_modules"]
             known = (kind for kind in type(module).__mro__ if kind.__module__.startswith(("torch.", "deepspeed.")))
@@ -115,7 +115,7 @@ class FakeModels:
                 return module
 
     def _restore(self, module: Any) -> None:
-        """Restore the shapes of the parameters that this FSDP 1 module flattened and cut."""
+        """Store tensors without data in the original shapes of parameters that this FSDP 1 module flattened and cut."""
         flat = None if module._handle is None else module._handle.flat_param
         if flat is None:
             return
@@ -127,7 +127,7 @@ class FakeModels:
             self._whole[id(owner), name] = self._whole[id(first_owner), first]
 
     def _attribute(self, value: Any) -> Any:
-        """Return an attribute for the fake copy that shares nothing with the model."""
+        """Return a copy of an attribute's value, with fake tensors and fake modules in place of the model's."""
         if isinstance(value, FakeTensor):
             return value
         if isinstance(value, torch.Tensor):
@@ -154,7 +154,7 @@ class FakeModels:
         return value
 
     def _object(self, value: Any) -> Any:
-        """Return a copy of an object with lists, dicts and tensors of its own; objects inside it are the model's."""
+        """Return a copy of an object, with its own lists, dicts and tensors. Other objects inside stay the model's."""
         if id(value) not in self._objects:
             try:
                 twin = object.__new__(type(value))

@@ -22,7 +22,7 @@ def autograd_function() -> type | None:
 
 
 def attention_window(module: Any) -> int | None:
-    """Return how many keys a query sees in an attention module of transformers, itself included; None for all."""
+    """Return how many keys a query of a transformers attention module sees, its own included. None without a window."""
     config = getattr(module, "config", None)
     window: int | None = getattr(module, "sliding_window", getattr(config, "sliding_window", None))
     if not hasattr(module, "sliding_window") and getattr(config, "layer_types", None):

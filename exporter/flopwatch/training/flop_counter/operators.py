@@ -1,9 +1,9 @@
-"""FLOPs of operators that are dispatched on tensors without data, in the convention `causal` (docs/counted.md).
+"""FLOPs of operators that run on tensors without data, in the convention `causal` (docs/counted.md).
 
-Matrix multiplications and convolutions have 2 FLOP per multiply-add, and again as much for each gradient. Attention
-counts half of the square under a causal mask, else the visible scores. A mask's values are computed on the host if they
-follow from constants and real buffers, else the attending module's attributes decide. A product that topk routes by,
-the router of a mixture of experts, does not count. PyTorch's own FlopCounterMode has no masks:
+Matrix multiplications and convolutions have 2 FLOP per multiply-add, and as many for each gradient. Attention counts
+half of the scores under a causal mask, else those that the mask leaves visible. A mask's values are computed if they
+follow from constants and real buffers. If not, attributes of the attention module decide. The router of a mixture of
+experts, a product that topk reads, does not count. PyTorch's FlopCounterMode ignores masks:
 https://github.com/pytorch/pytorch/blob/main/torch/utils/flop_counter.py
 """
 
@@ -47,10 +47,9 @@ HIDDEN = -1e4  # added to a score that must not count: some write -1e4, most -in
 MATMULS = dict.fromkeys(("mm", "bmm", "mv", "dot", "vdot", "linear", "_int_mm", "_scaled_mm", "_scaled_mm_v2"), 0)
 MATMULS |= dict.fromkeys(("_grouped_mm", "_scaled_grouped_mm", "grouped_mm_fallback"), 0)
 MATMULS |= dict.fromkeys(("addmm", "_addmm_activation", "baddbmm", "addbmm", "addmv"), 1)
-# Known kernels outside PyTorch: https://github.com/Dao-AILab/flash-attention with fixed lengths, and the fallback of
-# transformers without a grouped matmul.
+# Known kernels outside PyTorch: flash-attn's with fixed lengths, and transformers' fallback for a grouped matmul.
 KERNELS = ("flash_attn::_flash_attn_forward", "transformers::grouped_mm_fallback")
-# Words in the names of PyTorch operators that multiply matrices in a way not counted here.
+# Words in the names of PyTorch operators that multiply matrices in a way that Counter does not count.
 OPAQUE = {"matmul", "attention", "conv", "convolution", "rnn", "lstm", "gru", "trilinear"}
 
 aten = torch.ops.aten
@@ -58,10 +57,7 @@ cpu = torch.device("cpu")
 
 
 class Counter(TorchDispatchMode):
-    """Dispatch mode that counts operators on fake tensors. All of them pretend to be on the CPU.
-
-    Values that follow from the host's constants and buffers alone, such as masks, are computed as well.
-    """
+    """Dispatch mode that counts FLOPs on fake CPU tensors. It computes masks and other values known on the host."""
 
     supports_higher_order_operators = True
 
@@ -83,7 +79,7 @@ class Counter(TorchDispatchMode):
         self._until = time.monotonic() + DEADLINE
 
     def counted(self, tokens: int | None) -> Counted:
-        """Return the total FLOPs, for a batch of `tokens`."""
+        """Return the FLOPs of all operators so far. `tokens` is the batch's number of tokens, for the result."""
         by_op: dict[str, int] = {}
         for entry in self._entries:
             by_op[entry.op] = by_op.get(entry.op, 0) + entry.forward
@@ -92,10 +88,7 @@ class Counter(TorchDispatchMode):
         return Counted(forward, backward, tokens, {op: flops for op, flops in by_op.items() if flops})
 
     def clear(self) -> None:
-        """Release all tensors, and remove fake tensors that the forward left in the program's lists, dicts and sets.
-
-        The training loop would find them there, for example in a loss that layers add up.
-        """
+        """Release all tensors, and remove those that the forward left in the program's lists, dicts and sets."""
         self._fakes.clear()
         self._visible.clear()
         self._pairs.clear()
@@ -116,13 +109,13 @@ class Counter(TorchDispatchMode):
                     holder.discard(fake)
 
     def refuse(self, reason: str) -> Uncountable:
-        """Return an Uncountable to raise, and keep the first one in case the model catches it."""
+        """Return the first reason as an Uncountable to raise, and keep it in case the model catches it."""
         if self.refused is None:
             self.refused = Uncountable(reason)
         return self.refused
 
     def fake(self, real: torch.Tensor, *, weight: bool = False) -> torch.Tensor:
-        """Return a CPU tensor without data of the real one's shape (of all ranks, if it is distributed)."""
+        """Return a CPU tensor without data in the shape of `real`, which for a DTensor is the global shape."""
         if isinstance(real, FakeTensor) and real.fake_mode is self.mode:
             return real
         if id(real) in self._fakes:
@@ -145,7 +138,7 @@ class Counter(TorchDispatchMode):
         return fake  # type: ignore[no-any-return]
 
     def inputs(self, arguments: inspect.BoundArguments) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments with fake tensors of unknown values, and padding masks without padding."""
+        """Return the forward's arguments as fake tensors of unknown values, with padding masks that mask nothing."""
 
         def one(real: torch.Tensor) -> torch.Tensor:
             fake: Any = self.fake(real)
@@ -183,11 +176,11 @@ class Counter(TorchDispatchMode):
         if time.monotonic() > self._until:
             raise self.refuse(f"counting took more than {DEADLINE:.0f} s")
         if not issubclass(type(func), torch._ops.OpOverload):
-            raise self.refuse(f"{func} can't be looked into")
+            raise self.refuse(f"the counter does not see the operators inside {func}")
         if "c10d" in func.namespace:
             raise self.refuse(f"the forward communicates by itself: {func.name()}")
         if func.namespace not in ("aten", "prim", "prims", "profiler") and func.name() not in KERNELS:
-            raise self.refuse(f"{func.name()} is a kernel that PyTorch can't look into")
+            raise self.refuse(f"the counter does not know the kernel {func.name()}")
         args, kwargs = tree_map_only(torch.Tensor, self.fake, (args, kwargs or {}))
         if kwargs.get("device") is not None:
             kwargs["device"] = cpu
@@ -215,7 +208,6 @@ class Counter(TorchDispatchMode):
         return out
 
     def _run(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
-        """Return the operator's fake result, with values if all inputs are known."""
         name, tags = func.name(), func.tags
         if func is aten._grouped_mm.default and args[0].ndim == 2 and args[1].ndim == 3:
             return torch.empty(args[0].shape[0], args[1].shape[2], dtype=args[0].dtype, device=cpu)  # of any dtype
@@ -227,7 +219,7 @@ class Counter(TorchDispatchMode):
         try:
             out = func(*args, **kwargs)
         except (DynamicOutputShapeException, DataDependentOutputException):
-            raise self.refuse(f"the forward depends on data: they decide the result's shape of {name}") from None
+            raise self.refuse(f"the forward depends on data: values decide the shape that {name} returns") from None
         made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, FakeTensor)]
         if computable and made and all(fake.numel() <= MAX_COMPUTED for fake in made):
             real = [leaf for leaf in tree_leaves(self._computed(func, args, kwargs)) if isinstance(leaf, torch.Tensor)]
@@ -248,7 +240,7 @@ class Counter(TorchDispatchMode):
         return fake
 
     def _follow(self, func: Any, args: Any, tensors: list[torch.Tensor], made: list[FakeTensor]) -> None:
-        """Mark results that depend on weights alone, and the scores of attention written by hand."""
+        """Mark results that depend on weights alone, and the scores of attention that is written as two matmuls."""
         fake: Any
         if any(is_weight(tensor) for tensor in tensors) and all(
             is_weight(tensor) or (not tensor.dtype.is_floating_point and self.known(tensor) is not None)
@@ -267,7 +259,7 @@ class Counter(TorchDispatchMode):
             return
         scores: Scores = before._scores
         fake = made[0]
-        # Sinks are appended to the scores before the softmax and removed after it.
+        # Attention sinks are appended to the scores before the softmax and removed after it.
         if fake.numel() != before.numel() and func._opname not in ("cat", "slice"):
             return
         fake._scores = scores
@@ -277,7 +269,7 @@ class Counter(TorchDispatchMode):
             scores.masks.extend(self._masks(func._opname, args, scores))
 
     def _masks(self, op: str, args: Any, scores: Scores) -> Iterator[torch.Tensor | None]:
-        """Yield the visible scores under each mask that an operator applies; None if the values are unknown."""
+        """Yield the visible scores under each mask that an operator applies, None if the mask's values are unknown."""
         for mask in args:
             if not isinstance(mask, torch.Tensor) or hasattr(mask, "_scores") or is_weight(mask):
                 continue
@@ -297,7 +289,7 @@ class Counter(TorchDispatchMode):
             self._matmul(op, a, b, args[0] if op == "baddbmm" else None, made[0], function)
         elif op in ("convolution", "_convolution"):
             image, kernel, transposed = args[0], args[1], args[6]
-            # Each element of the kernel meets each place of the smaller tensor: the input if transposed.
+            # Each element of the kernel meets each position of the smaller tensor, the input if transposed.
             places = (image if transposed else made[0]).shape
             self._add(op, 2 * kernel.numel() * prod(places) // places[1], (image, kernel), function)
         elif op == "mkldnn_rnn_layer":  # of an LSTM
@@ -311,7 +303,7 @@ class Counter(TorchDispatchMode):
                 raise self.refuse(f"the forward calls {func.name()}")
             if op == "_flash_attn_forward":
                 if (given["window_size_left"], given["window_size_right"]) not in ((-1, -1), (-1, 0)):
-                    raise self.refuse("flash_attn with a window is not known here")
+                    raise self.refuse("the counter does not know flash_attn with a window")
                 q, k, v = given["q"], given["k"], given["v"]
                 batch, queries, heads, dim = q.shape
                 sizes = batch * heads, queries, k.shape[1], dim + v.shape[3]
@@ -321,7 +313,7 @@ class Counter(TorchDispatchMode):
                 mask = given.get("attn_mask", given.get("attn_bias"))
                 self.attention(query, key, value, mask, bool(given.get("is_causal")), function)
         elif not op.startswith("_thnn_fused") and any(word in OPAQUE or word.endswith("mm") for word in op.split("_")):
-            raise self.refuse(f"{func.name()} is not known here")
+            raise self.refuse(f"the counter does not know the operator {func.name()}")
 
     def _add(self, op: str, flops: int, operands: tuple[torch.Tensor, ...], function: type | None) -> OperatorFlops:
         flops *= max(map(parts_of, operands))  # one part on each of these ranks
@@ -369,14 +361,14 @@ class Counter(TorchDispatchMode):
     def attention(
         self, query: Any, key: Any, value: Any, mask: torch.Tensor | None, causal: bool, function: type | None = None
     ) -> None:
-        """Count an attention: query [..., heads, s, e], key and value [..., heads or fewer, s, e]."""
+        """Count the attention of query [..., heads, queries, e] to key and value [..., heads or fewer, keys, e]."""
         sizes = prod(query.shape[:-2]), query.shape[-2], key.shape[-2], query.shape[-1] + value.shape[-1]
         self._attention((query, key), sizes, mask, causal, function)
 
     def _attention(
         self, operands: tuple[Any, ...], sizes: tuple[int, ...], mask: Any, causal: bool, function: type | None
     ) -> None:
-        """Count an attention of these sizes: heads of all samples, queries, keys, dimensions of key plus value."""
+        """Count an attention. `sizes` are heads of all samples, queries, keys, dimensions of key plus value."""
         among, queries, keys, dims = sizes
         if self.packs:
             self._refuse_packed()
@@ -390,7 +382,7 @@ class Counter(TorchDispatchMode):
         self._add("attention", dims * twice, operands, function)
 
     def _twice_pairs(self, among: int, queries: int, keys: int, visible: torch.Tensor | None) -> int:
-        """Return twice the number of visible scores under a mask, for `among` heads and samples."""
+        """Return twice the number of scores that are `visible` under a mask, for `among` heads of all samples."""
         if visible is None:
             return among * self._twice_pairs_of_module(queries, keys)
         if id(visible) not in self._pairs:
@@ -405,7 +397,7 @@ class Counter(TorchDispatchMode):
         return twice * among // heads
 
     def _twice_pairs_of_module(self, queries: int, keys: int) -> int:
-        """Return twice the number of visible scores of one head, from the attending module's attributes."""
+        """Return twice the number of visible scores of one head, from the attention module's attributes."""
         self._refuse_packed()  # transformers finds samples by their positions and builds a mask from them
         for module in modules_at_work():
             causal = getattr(module, "is_causal", None)
@@ -422,7 +414,7 @@ class Counter(TorchDispatchMode):
             raise self.refuse("position_ids without attention_mask: whether samples are packed depends on data")
 
     def visible(self, mask: torch.Tensor, *, hides: bool = False) -> torch.Tensor | None:
-        """Return the visible scores of a mask as booleans; None if its values are unknown."""
+        """Return booleans, True for each visible score, None if unknown. `hides`: True in the mask hides the score."""
         if (value := self.known(mask)) is None:
             return None
         which = (value.data_ptr(), value._version, value.shape, value.stride(), hides)  # each layer cuts its own view

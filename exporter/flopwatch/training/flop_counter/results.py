@@ -1,4 +1,4 @@
-"""Results of counting FLOPs, and marks on the tensors that are counted."""
+"""Results of counting FLOPs, and the attributes that mark counted tensors."""
 
 from dataclasses import dataclass, field
 
@@ -6,7 +6,7 @@ import torch
 
 
 class Uncountable(Exception):
-    """The FLOPs of a model can't be counted; the message has the reason."""
+    """Error raised when the FLOPs of a model cannot be counted. The message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +30,12 @@ class OperatorFlops:
 
     op: str
     forward: int
-    gradients: int  # operands that get one
+    gradients: int
 
 
 @dataclass(slots=True)
 class Scores:
-    """Scores of an attention written by hand, between the matmul that made them and the next one."""
+    """Scores of an attention that is written as two matmuls, from the first matmul until the second."""
 
     entry: OperatorFlops
     queries: int
@@ -45,7 +45,7 @@ class Scores:
 
 
 def parts_of(tensor: torch.Tensor) -> int:
-    """Return into how many parts tensor parallelism cuts the tensor."""
+    """Return into how many shards tensor parallelism cuts the tensor, 1 if it does not."""
     return getattr(tensor, "_parts", 1)
 
 

@@ -1,9 +1,9 @@
 """Callback for Accelerate: call `watch(accelerator)` after `accelerator.prepare(...)`.
 
-A step ends with the first prepared optimizer's own step. PyTorch's hook on it fires where gradients were synchronized,
-so accumulation counts once, and a step that a loss scaler skipped does not count. Methods of this accelerator are
-wrapped, because Accelerate has only hooks before them. Absent: under Megatron-LM everything; under `dispatch_batches`
-on several ranks, the tokens of batches with an attention mask on a device. Tried with Accelerate 1.15.
+A step ends with the first prepared optimizer's own step. With gradient accumulation that is once per update, and a step
+that a loss scaler skips does not count. Methods of this accelerator are replaced, because Accelerate has no hooks after
+them. Absent: everything under Megatron-LM, and under `dispatch_batches` on several ranks the tokens of batches with an
+attention mask on a device. Tried with Accelerate 1.15.
 https://huggingface.co/docs/accelerate/package_reference/accelerator
 """
 
@@ -23,11 +23,11 @@ POSITION = "flopwatch.json"
 def watch(
     accelerator: Any, name: str | None = None, *, tokens: common.TokensOf = None, convention: str = "causal", **run: Any
 ) -> Run:
-    """Return a Run that records this accelerator's loop from now on.
+    """Return a Run that records this accelerator's training loop from now on.
 
-    name           the run, as for `Run`; further arguments are Run's, and override Accelerate's settings
-    tokens         returns the tokens of a batch as the loader yields it, where it has no `input_ids`
-    convention     how FLOPs are counted from the config of a Hugging Face model, unless flops_per_token is given
+    name           of the run, as for `Run`. Other keywords are Run's arguments, and override Accelerate's settings
+    tokens         function that returns the tokens of a batch as the loader yields it, if that has no `input_ids`
+    convention     for counting FLOPs from a Hugging Face model's config, unless flops_per_token is given
     """
     watched = common.begin(name, lambda: {**_facts(accelerator), "convention": convention}, run)
     try:
@@ -38,7 +38,6 @@ def watch(
 
 
 def _facts(accelerator: Any) -> dict[str, Any]:
-    """Return arguments of Run from the accelerator's settings."""
     replica, mesh = common.accelerate_replica()
     precision = str(accelerator.mixed_precision)
     if precision == "no":
@@ -47,12 +46,10 @@ def _facts(accelerator: Any) -> dict[str, Any]:
 
 
 class _Loop:
-    """Training loop of one accelerator."""
-
     def __init__(self, accelerator: Any, run: Run, tokens: common.TokensOf, convention: str, flops: Any) -> None:
         self.run, self._accelerator, self._tokens = run, accelerator, tokens
         if not accelerator._optimizers:
-            raise RuntimeError("nothing was prepared yet; call watch() after accelerator.prepare()")
+            raise RuntimeError("no optimizer was prepared yet; call watch() after accelerator.prepare()")
         self._session = common.TrainingSession(run, role=self._role, tokens=tokens)
         self._hook: Any = None
         model = accelerator.unwrap_model(accelerator._models[0]) if accelerator._models else None
@@ -71,7 +68,6 @@ class _Loop:
             common.watch(run, model)
 
     def failed(self, what: str, error: Exception) -> None:
-        """Count an error on the run."""
         self.run.recorder.failed(what, error)
 
     def _role(self, loader: Any) -> str:
@@ -85,10 +81,9 @@ class _Loop:
         self._session.step()
 
     def batches(self, loader: Any, iterator: Iterator[Any]) -> Iterator[Any]:
-        """Yield a prepared loader's batches, and count those for training."""
+        """Yield the batches of `iterator`. If `loader` is for training, count them."""
         training = self._begins(loader)
-        # The dispatcher's main process fetches for all ranks, so its batches are not those of this rank. The type is
-        # compared by name, because accelerate's loaders claim to be of the class they wrap.
+        # A dispatcher fetches for all ranks. Its type is compared by name, because loaders claim the class they wrap.
         own = self.run.world_size == 1 or type(loader).__name__ != "DataLoaderDispatcher"
         try:
             for batch in iterator:
@@ -173,7 +168,6 @@ class _Loop:
         self._session.finish("completed")
 
     def detach(self) -> None:
-        """Stop recording steps."""
         if self._hook is not None:
             self._hook.remove()
 
@@ -182,7 +176,7 @@ _watching: _Loop | None = None
 
 
 def _wrap_loaders(loop: _Loop) -> None:
-    """Patch Accelerate's loader classes so that this loop sees the batches, also of loaders that are made later."""
+    """Patch Accelerate's loader classes, so that `loop` sees the batches of all loaders, also of later ones."""
     global _watching
     if _watching is not None:
         _watching.detach()

@@ -1,8 +1,8 @@
 """Shared parts of the framework callbacks: batches and their contents, and FLOPs from the model's config.
 
 Callbacks see a batch only on the device, where counting the tokens under an attention mask would stop the host. So
-`__iter__` of `torch.utils.data.DataLoader` is wrapped once per process and hands its iterator to the watching run. The
-batch is counted while it is on the CPU. Tokens are absent without an integer `input_ids` (pass `tokens=`).
+`__iter__` of `torch.utils.data.DataLoader` is replaced once per process. Batches of the active TrainingSession are then
+counted while they are on the CPU. Tokens are absent without an integer `input_ids` (pass `tokens=`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def framework(*modules: str) -> Any:
 
 
 def guarded(method: _Method) -> _Method:
-    """Catch every exception of a callback's method and pass it to `self.failed(name, error)`."""
+    """Return the callback's method with every exception caught and passed to `self.failed(name, error)`."""
 
     @functools.wraps(method)
     def guard(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -59,7 +59,7 @@ def guarded(method: _Method) -> _Method:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Contents of one batch; None if unknown."""
+    """Samples, tokens and sample lengths of one batch. None if unknown."""
 
     samples: int | None = None
     tokens: int | None = None
@@ -67,7 +67,7 @@ class Batch:
 
 
 def count(batch: Any, tokens: TokensOf = None) -> Batch:
-    """Return the contents of a batch, from tensors on the CPU; `tokens(batch)` replaces counting `input_ids`."""
+    """Return the samples and tokens of a batch on the CPU. `tokens(batch)`, if given, replaces counting `input_ids`."""
     ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
     samples = _samples(batch if ids is None else ids)
     if tokens is not None:
@@ -82,7 +82,6 @@ def count(batch: Any, tokens: TokensOf = None) -> Batch:
 
 
 def _samples(batch: Any) -> int | None:
-    """Return the first dimension of the first tensor in a batch."""
     if isinstance(batch, Mapping):
         batch = list(batch.values())
     if isinstance(batch, (list, tuple)):
@@ -92,14 +91,14 @@ def _samples(batch: Any) -> int | None:
 
 
 def report_logged(run: Run, values: Mapping[str, Any]) -> None:
-    """Report the last step's loss and grad_norm from a trainer's log, if they are plain numbers."""
+    """Report loss and grad_norm among a trainer's logged values as the last step's, if they are Python numbers."""
     loss, grad_norm = _plain(values, LOSSES), _plain(values, GRAD_NORMS)
     if loss is not None or grad_norm is not None:
         run.logged(loss=loss, grad_norm=grad_norm)
 
 
 def log_metrics(run: Run, log: Callable[..., Any], metrics: Any, *args: Any, **kwargs: Any) -> Any:
-    """Report the loss and grad_norm among a logger's metrics, then call its method `log`."""
+    """Report loss and grad_norm among a logger's metrics, then return the result of the logger's method `log`."""
     try:
         report_logged(run, metrics)
     except Exception as error:
@@ -108,33 +107,32 @@ def log_metrics(run: Run, log: Callable[..., Any], metrics: Any, *args: Any, **k
 
 
 def _plain(values: Mapping[str, Any], names: Sequence[str]) -> float | None:
-    """Return the first of the named values that is a plain number."""
     candidates = (values.get(name) for name in names)
     return next((float(value) for value in candidates if isinstance(value, (int, float))), None)
 
 
 class ReporterMixin:
-    """Mixin of the callbacks: reports their errors, and drops the run from copies."""
+    """Mixin of the callbacks that reports their errors, and leaves the run out of pickles and copies."""
 
     run: Run | None = None
     _session: TrainingSession | None = None
 
     def failed(self, what: str, error: Exception) -> None:
-        """Count an error on the run; log it if there is no run."""
+        """Report an error of the method `what` to the run, or log it if there is no run yet."""
         if self.run is not None:
             self.run.recorder.failed(what, error)
         else:
             log.warning("%s: %s (training goes on)", what, error)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without the run, which cannot be pickled, for trainers that start their ranks."""
+        """Return the state without the run, which cannot be pickled, for trainers that pickle callbacks."""
         return {name: value for name, value in vars(self).items() if name not in ("run", "_session")}
 
 
 class MethodWrapper:
-    """Wrapper of one object's method that calls `call(method, *args, **kwargs)`; copies get the original method.
+    """Replacement of a method of `owner` that calls `call(method, *args, **kwargs)`. Copies get the original method.
 
-    It replaces an older run's wrapper, so that a trainer used twice has one wrapper per method.
+    It replaces an earlier run's wrapper, so that a trainer used twice has one wrapper per method.
     """
 
     def __init__(self, owner: Any, name: str, call: Callable[..., Any]) -> None:
@@ -145,12 +143,11 @@ class MethodWrapper:
         setattr(owner, name, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the wrapper with the method it wraps and the caller's arguments."""
+        """Call the wrapping function with the original method and the caller's arguments."""
         return self._call(self.method, *args, **kwargs)
 
     def __reduce__(self) -> Any:
-        # A run has a thread and cannot be pickled, but the trainer or logger that holds this may be.
-        # Pickled like a bound method: while the object is unpickled, it has no attribute of its own under that name.
+        # Pickled like a bound method, because the trainer or logger that holds this may be pickled, and no run can.
         method: Any = self.method
         return getattr, (method.__self__, method.__name__)
 
@@ -164,11 +161,8 @@ def _data(loader: Any) -> int:
 
 
 def same_batches(loader: Any, first: Any) -> bool:
-    """Return whether a loader yields the batches of `first`, perhaps without the first ones.
-
-    Accelerate's skip_first_batches makes a loader whose batch sampler contains the other's. An iterable data set has no
-    sampler. The data set alone is not enough, because an evaluation may use that of the training.
-    """
+    """Return whether a loader yields the batches of `first`, also if skip_first_batches made it from `first`."""
+    # Data sets decide only without samplers, because an evaluation may use the training's.
     own, theirs = getattr(loader, "batch_sampler", None), getattr(first, "batch_sampler", None)
     if own is None or theirs is None:
         return getattr(loader, "dataset", loader) is getattr(first, "dataset", first)
@@ -177,8 +171,6 @@ def same_batches(loader: Any, first: Any) -> bool:
 
 
 class _WatchedIterator(Iterator[Any]):
-    """Iterator of a loader that records the waits for its batches."""
-
     def __init__(self, iterator: Iterator[Any], session: TrainingSession, fetched: deque[Batch]) -> None:
         self._iterator, self._session, self._fetched = iterator, session, fetched
 
@@ -198,7 +190,7 @@ class _WatchedIterator(Iterator[Any]):
 
 
 def _wrap_loaders() -> None:
-    """Patch `DataLoader.__iter__` so that the active callback sees every batch."""
+    """Patch `DataLoader.__iter__` so that the active TrainingSession sees every batch."""
     kinds = [framework("torch.utils.data").DataLoader]
     if "torchdata.stateful_dataloader" in sys.modules:  # which has an __iter__ of its own
         kinds.append(sys.modules["torchdata.stateful_dataloader"].StatefulDataLoader)
@@ -214,7 +206,7 @@ def _begin(loader: Any, original: Callable[[Any], Iterator[Any]]) -> Iterator[An
 
 
 def around_iter(kind: Any, around: Callable[[Any, Callable[[Any], Iterator[Any]]], Iterator[Any]]) -> None:
-    """Replace a class's __iter__ by `around(loader, original)`, unless it is replaced already."""
+    """Replace __iter__ of the class `kind` by a call of `around(loader, original)`, once per class."""
     original = kind.__iter__
     if hasattr(original, "flopwatch"):
         return
@@ -229,10 +221,10 @@ def around_iter(kind: Any, around: Callable[[Any, Callable[[Any], Iterator[Any]]
 
 
 class TrainingSession:
-    """A run under a trainer: its Run, its DataLoaders with their batches, and the open activity."""
+    """State of a run under a trainer: its Run, its DataLoaders with their batches, and the open activity."""
 
     def __init__(self, run: Run, *, role: Callable[[Any], str], tokens: TokensOf) -> None:
-        """Watch the loaders that this thread iterates; `role` returns "training", "evaluation" or anything else."""
+        """Observe loaders on this thread. `role(loader)` returns "training", "evaluation" or another purpose."""
         global _watching
         self.run, self._role, self._tokens = run, role, tokens
         self._thread = threading.get_ident()
@@ -244,21 +236,21 @@ class TrainingSession:
         _watching = self
 
     def begin(self, activity: str) -> None:
-        """Begin an activity, unless it is open; it ends with `end`, or when another one begins."""
+        """Begin an activity and end the one that this method began before, unless they are the same."""
         if self._activity != activity:
             self.end()
             self._activity = activity
             self.run.recorder.enter(activity)
 
     def end(self, *activities: str) -> None:
-        """End the open activity if it is one of these; without arguments, end any activity."""
+        """End the open activity if it is one of these. Without arguments, end any activity."""
         activity = self._activity
         if activity is not None and (not activities or activity in activities):
             self._activity = None
             self.run.recorder.leave(activity)
 
     def loop_begins(self, loader: Any) -> deque[Batch] | None:
-        """Handle the begin of a loader's iteration; return the queue for its batches, None if not for training."""
+        """Record that a loop over `loader` begins. Return a queue for its batches, None if not for training."""
         try:
             if threading.get_ident() != self._thread:
                 return None
@@ -277,7 +269,7 @@ class TrainingSession:
             return None
 
     def asks_for_batch(self) -> None:
-        """Record the request for a training batch."""
+        """Record that the loop begins to wait for a training batch."""
         try:
             self.end()
             self.run.waiting_for_batch()
@@ -285,7 +277,7 @@ class TrainingSession:
             self.run.recorder.failed("loaders", error)
 
     def got_batch(self, fetched: deque[Batch], *batch: Any) -> None:
-        """Record the arrival of a batch, or of the loader's end."""
+        """Record that the wait ended, and add the batch, if one arrived, to the queue `fetched`."""
         try:
             self.run.got_batch()
             for one in batch:
@@ -295,12 +287,12 @@ class TrainingSession:
             self.run.recorder.failed("loaders", error)
 
     def take(self, loader: Any = None) -> list[Batch]:
-        """Take the oldest batch of this loader, or of each loader; one unknown batch if there is none."""
+        """Remove and return the oldest queued batch of this loader, or of each. Return [Batch()] if none is queued."""
         queues = self._fetched.values() if loader is None else [self._fetched.get(_data(loader), deque())]
         return [queue.popleft() for queue in queues if queue] or [Batch()]
 
     def take_all(self) -> list[Batch]:
-        """Take all batches."""
+        """Remove and return all queued batches."""
         return [queue.popleft() for queue in self._fetched.values() for _ in range(len(queue))]
 
     def consume(self, *batches: Batch) -> None:
@@ -308,7 +300,7 @@ class TrainingSession:
         self._consumed += batches
 
     def count_flops(self, model: Any, *, given: Any, convention: str) -> None:
-        """Count FLOPs from each sample's length, by the `Transformer` given, else by the model's config."""
+        """From now on compute FLOPs from sample lengths, by the `given` Transformer or, if None, the model's config."""
         from flopwatch import flops
 
         transformer = given if hasattr(given, "flops_of_samples") else None
@@ -316,7 +308,7 @@ class TrainingSession:
         if given is None and hasattr(config, "model_type"):
             try:
                 if not all(parameter.requires_grad for parameter in model.parameters()):
-                    raise flops.UnknownModel("part of the model is frozen, which its config does not say")
+                    raise flops.UnknownModel("some parameters are frozen, and the config does not show which")
                 transformer = flops.from_config(config)
                 self.run.recorder.set_flops(convention=convention, source="config", per_token=transformer)
             except flops.UnknownModel as error:
@@ -329,7 +321,7 @@ class TrainingSession:
             self._flops = lambda lengths: sum(cost(length) for length in lengths if length)
 
     def step(self, tokens: float | None = None) -> float | None:
-        """Record a step with the consumed batches; return its tokens, `tokens` if the batches' are unknown."""
+        """Record a step with the consumed batches. Return their tokens, or the argument if those are unknown."""
         consumed, self._consumed = self._consumed, []
         counts, samples = [batch.tokens for batch in consumed], [batch.samples for batch in consumed]
         if consumed and None not in counts:
@@ -351,7 +343,7 @@ class TrainingSession:
 
 
 def watch(run: Run, model: Any) -> None:
-    """Watch a model, or the DDP model around it, which the first forward pass reveals."""
+    """Measure waits and phases of a model, or of the DDP model around it if its first forward pass reveals one."""
     distributed = framework("torch.distributed")
     if not (distributed.is_available() and distributed.is_initialized()):
         run.watch(model)
@@ -374,10 +366,8 @@ def watch(run: Run, model: Any) -> None:
 
 
 def accelerate_replica() -> tuple[int | None, Any]:
-    """Return how many ranks share a replica under Accelerate, None if unknown, and its device mesh, None without one.
-
-    https://huggingface.co/docs/accelerate/concept_guides/parallelism
-    """
+    """Return how many ranks share a replica under Accelerate (None: unknown), and the device mesh (None: no mesh)."""
+    # https://huggingface.co/docs/accelerate/concept_guides/parallelism
     state = framework("accelerate.state").AcceleratorState
     if not state._shared_state:  # making one would initialise it
         return None, None
@@ -394,7 +384,7 @@ def accelerate_replica() -> tuple[int | None, Any]:
 
 
 def begin(name: str | None, facts: Callable[[], dict[str, Any]], given: Mapping[str, Any]) -> Run:
-    """Return a Run with the given arguments, completed by the framework's `facts()`."""
+    """Return a Run with the `given` arguments, completed by the framework's `facts()`, whose errors are logged."""
     arguments = {"name": name, "step_source": "trainer"}
     try:
         arguments |= facts()
@@ -404,7 +394,7 @@ def begin(name: str | None, facts: Callable[[], dict[str, Any]], given: Mapping[
 
 
 def matmul_dtype(*, precision: str) -> str:
-    """Return the dtype of peaks.py for a trainer's precision: bf16-mixed, 16-true, fp16, torch.float32, no, ..."""
+    """Return the dtype, as in peaks.py, for a trainer's precision: bf16-mixed, 16-true, fp16, torch.float32, no, ..."""
     name = precision.removeprefix("torch.").partition("-")[0]
     dtypes = {"bfloat16": "bf16", "bf16": "bf16", "16": "fp16", "float16": "fp16", "fp16": "fp16"}
     dtypes |= {"fp8": "fp8", "transformer": "fp8", "64": "fp64", "float64": "fp64"}

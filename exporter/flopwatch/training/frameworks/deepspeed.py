@@ -1,9 +1,9 @@
 """Callback for DeepSpeed: call `watch(engine)` after `deepspeed.initialize(...)`.
 
-The engine has no callbacks, so its methods are wrapped. `global_steps` rises at the boundary of gradient accumulation.
-It also counts updates that an overflow skipped, and so does the run, whose position must be the checkpoint's. Read at
-0.19.6 (https://deepspeed.readthedocs.io/en/latest/training.html) and tested against an engine that behaves as
-documented. Under pipeline parallelism only the first and last stage load batches: pass tokens_per_step.
+A step is a rise of `engine.global_steps`, once per gradient accumulation. Updates that an overflow skipped count too,
+because checkpoints count them. Written from the code of 0.19.6, and tested with an engine that behaves as documented.
+Under pipeline parallelism only the first and last stage load batches: pass tokens_per_step.
+https://deepspeed.readthedocs.io/en/latest/training.html
 """
 
 from collections.abc import Callable
@@ -22,12 +22,12 @@ def watch(
     convention: str = "causal",
     **run: Any,
 ) -> Run:
-    """Return a Run that records this engine's loop from now on.
+    """Return a Run that records this engine's training loop from now on.
 
-    name             the run, as for `Run`; further arguments are Run's, and override the engine's settings
-    tokens           returns the tokens of a batch as the loader yields it, where it has no `input_ids`
-    tokens_per_step  in their place: those of all ranks in one update
-    convention       how FLOPs are counted from the config of a Hugging Face model, unless flops_per_token is given
+    name             of the run, as for `Run`. Other keywords are Run's arguments, and override the engine's settings
+    tokens           function that returns the tokens of a batch as the loader yields it, if that has no `input_ids`
+    tokens_per_step  tokens of all ranks in one update, in place of `tokens`
+    convention       for counting FLOPs from a Hugging Face model's config, unless flops_per_token is given
     """
     watched = common.begin(name, lambda: {**_facts(engine), "convention": convention}, run)
     try:
@@ -44,7 +44,6 @@ def watch(
 
 
 def _facts(engine: Any) -> dict[str, Any]:
-    """Return arguments of Run from the engine's settings."""
     precision = "bf16" if engine.bfloat16_enabled() else "fp16" if engine.fp16_enabled() else "32"
     parallel = engine.mpu if hasattr(engine.mpu, "get_data_parallel_rank") else None
     replica = common.framework("torch.distributed").get_world_size() // engine.dp_world_size
@@ -52,7 +51,7 @@ def _facts(engine: Any) -> dict[str, Any]:
 
 
 def steps(session: common.TrainingSession, engine: Any, tokens_per_step: int | None = None) -> None:
-    """Record the engine's updates as steps, with the batches fetched since the last update."""
+    """Record the engine's updates as steps. `tokens_per_step`, of all ranks, replaces counting the batches' tokens."""
     run, updates = session.run, engine.global_steps
 
     def look() -> None:

@@ -1,9 +1,9 @@
 """Callback for the Hugging Face Trainer: `Trainer(..., callbacks=[FlopwatchCallback("llama-8b")])`.
 
 It uses https://huggingface.co/docs/transformers/main_classes/callback and the batches as the DataLoader yields them
-(common.py). Tried with transformers 5.23; written for 4.46 and newer, which fetch all micro-batches of an update first.
-No event marks the begin of an evaluation or a save: an evaluation begins with the first batch of its loader, and a save
-where the trainer's control announces it.
+(common.py). Tried with transformers 5.23, and written for 4.46 and newer, which fetch all micro-batches of an update
+first. No event marks the begin of an evaluation or a save. An evaluation begins with the first batch of its loader, and
+a save when the trainer's control announces it.
 """
 
 import functools
@@ -19,9 +19,9 @@ _transformers = common.framework("transformers")
 class FlopwatchCallback(common.ReporterMixin, _transformers.TrainerCallback):  # type: ignore[misc,name-defined]  # known at run time
     """Callback that records a trainer's steps in a Run and never raises.
 
-    name           the run, as for `Run`; further arguments are Run's, and override the trainer's settings
-    tokens         returns the tokens of a batch as the loader yields it, where it has no `input_ids`
-    convention     how FLOPs are counted from the model's config, unless flops_per_token is given
+    name           of the run, as for `Run`. Other keywords are Run's arguments, and override the trainer's settings
+    tokens         function that returns the tokens of a batch as the loader yields it, if that has no `input_ids`
+    convention     for counting FLOPs from the model's config, unless flops_per_token is given
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class FlopwatchCallback(common.ReporterMixin, _transformers.TrainerCallback):  #
 
     @common.guarded
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
-        """Make the run, or begin again after auto_find_batch_size reduced the batch."""
+        """Make the run, or continue it after auto_find_batch_size reduced the batch size."""
         if self.run is None or self._session is None:
             facts = functools.partial(_facts, args, model, self._convention)
             self.run = common.begin(self._name, facts, self._arguments)
@@ -65,25 +65,24 @@ class FlopwatchCallback(common.ReporterMixin, _transformers.TrainerCallback):  #
 
     @common.guarded
     def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Count a micro-batch without an update."""
+        """Add a micro-batch to the open step."""
         if self._session is not None:
             self._session.consume(*self._session.take())
 
     @common.guarded
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Record a step."""
+        """Record a step with its batches, and begin a checkpoint save if one follows."""
         session = self._session
         if session is None:
             return
         batches = session.take()
         session.consume(*(batches if self._counts else [common.Batch()]))
-        # The trainer gathers it from all ranks, and ranks of one replica each count the same tokens.
+        # The trainer adds up the tokens seen on all ranks, and each rank of a replica counts the same tokens.
         seen, self._tokens_seen = state.num_input_tokens_seen - self._tokens_seen, state.num_input_tokens_seen
         session.step(seen / args.world_size if seen > 0 else None)
         self._before_saving(args, control)
 
     def _before_saving(self, args: Any, control: Any, evaluated: bool = False) -> None:
-        """Begin a save if one is next; after an evaluation it may depend on the metric."""
         by_metric = evaluated and str(getattr(args.save_strategy, "value", args.save_strategy)) == "best"
         saves = (control.should_save or by_metric) and (evaluated or not control.should_evaluate)
         if self._session is not None and saves:
@@ -91,32 +90,32 @@ class FlopwatchCallback(common.ReporterMixin, _transformers.TrainerCallback):  #
 
     @common.guarded
     def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **_: Any) -> None:
-        """Report loss and grad_norm."""
+        """Report the logged loss and grad_norm as the last step's."""
         if self._session is not None and logs is not None:
             common.report_logged(self._session.run, {n: logs[n] for n in ("loss", "grad_norm") if n in logs})
 
     @common.guarded
     def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Begin an evaluation if its loader was not seen."""
+        """Begin an evaluation, unless the first batch of its loader has begun it."""
         if self._session is not None:
             self._session.begin("evaluation")
 
     @common.guarded
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """End an evaluation."""
+        """End an evaluation, and begin a checkpoint save if one follows."""
         if self._session is not None:
             self._session.end("evaluation")
             self._before_saving(args, control, evaluated=True)
 
     @common.guarded
     def on_predict(self, args: Any, state: Any, control: Any, *_: Any, **__: Any) -> None:
-        """End a prediction."""
+        """End a prediction, which counts as evaluation."""
         if self._session is not None:
             self._session.end("evaluation")
 
     @common.guarded
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Record the checkpoint as committed: it is complete at this event, on the main process last."""
+        """Record the checkpoint as durable on the main process, which writes last. Weights alone do not count."""
         if self._session is None or self.run is None:
             return
         self._session.end("checkpoint_save")
@@ -125,7 +124,7 @@ class FlopwatchCallback(common.ReporterMixin, _transformers.TrainerCallback):  #
 
     @common.guarded
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """End the loop over batches; an evaluation or a save of the epoch may follow."""
+        """End the loop over batches. An evaluation or a save of the epoch may follow."""
         if self._session is not None:
             self._session.end()
             self._session.run.end_of_batches()
@@ -140,7 +139,6 @@ class FlopwatchCallback(common.ReporterMixin, _transformers.TrainerCallback):  #
 
 
 def _facts(args: Any, model: Any, convention: str) -> dict[str, Any]:
-    """Return arguments of Run from the trainer's arguments."""
     replica, mesh = common.accelerate_replica()
     precision = "bf16" if args.bf16 else "fp16" if args.fp16 else str(getattr(model, "dtype", "32"))
     dtype = common.matmul_dtype(precision=precision)

@@ -19,9 +19,9 @@ _lightning = common.framework("lightning.pytorch", "pytorch_lightning")
 class FlopwatchCallback(common.ReporterMixin, _lightning.Callback):  # type: ignore[misc,name-defined]  # known at run time
     """Callback that records a trainer's steps in a Run and never raises.
 
-    name           the run, as for `Run`; further arguments are Run's, and override the trainer's settings
-    tokens         returns the tokens of a batch as the loader yields it, where it has no `input_ids`
-    convention     how FLOPs are counted from the config of a Hugging Face model inside, unless flops_per_token is given
+    name           of the run, as for `Run`. Other keywords are Run's arguments, and override the trainer's settings
+    tokens         function that returns the tokens of a batch as the loader yields it, if that has no `input_ids`
+    convention     for counting FLOPs from the config of a Hugging Face model inside, unless flops_per_token is given
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class FlopwatchCallback(common.ReporterMixin, _lightning.Callback):  # type: ign
 
     @common.guarded
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Make the run; the strategy's process group exists at this point."""
+        """Make the run at the stage "fit", when the strategy's process group exists."""
         if stage != "fit" or self._session is not None:
             return
         facts = functools.partial(_facts, trainer, self._convention)
@@ -55,7 +55,7 @@ class FlopwatchCallback(common.ReporterMixin, _lightning.Callback):  # type: ign
 
     @common.guarded
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Report the position that a checkpoint restored."""
+        """Report the position that a checkpoint restored, and watch the model."""
         self._global_step = trainer.global_step
         if self.run is None or self._session is None:
             return
@@ -71,7 +71,7 @@ class FlopwatchCallback(common.ReporterMixin, _lightning.Callback):  # type: ign
 
     @common.guarded
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Count the batch, and record a step if it ended with one."""
+        """Add the batch to the open step, and record the step if trainer.global_step rose."""
         session = self._session
         if session is None:
             return
@@ -84,7 +84,7 @@ class FlopwatchCallback(common.ReporterMixin, _lightning.Callback):  # type: ign
 
     @common.guarded
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """Begin an evaluation, unless its loader's iteration has begun it."""
+        """Begin an evaluation, unless the first batch of its loader has begun it."""
         if self._session is not None:
             self._session.begin("evaluation")
 
@@ -96,7 +96,7 @@ class FlopwatchCallback(common.ReporterMixin, _lightning.Callback):  # type: ign
 
     @common.guarded
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """End the loop over batches."""
+        """End the epoch's loop over batches."""
         if self._session is not None:
             self._session.run.end_of_batches()
 
@@ -117,13 +117,13 @@ class FlopwatchCallback(common.ReporterMixin, _lightning.Callback):  # type: ign
             session.finish(status)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, to be stored in the checkpoint."""
+        """Return the run's completed steps and tokens, to be stored in the checkpoint."""
         position = None if self.run is None else self.run.position
         return {} if position is None else {"step": position, "tokens": self._tokens_position}
 
     @common.guarded
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Read the position from a checkpoint."""
+        """Keep the steps and tokens of a loaded checkpoint until training starts."""
         self._restored = {"step": int(state_dict["step"]), "tokens": state_dict["tokens"]}
 
 
@@ -137,7 +137,7 @@ def _save(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Save a checkpoint, record its time, and commit the step once the checkpoint is on disk."""
+    """Save a checkpoint by calling `save`, record its time, and report its step as durable once it is on disk."""
     step, later = run.position, False
     try:
         later = _writes_in_background(run, trainer, saved)
@@ -153,10 +153,8 @@ def _save(
 
 
 def _writes_in_background(run: Run, trainer: Any, saved: deque[int]) -> bool:
-    """Return whether AsyncCheckpointIO's thread writes checkpoints, and have it commit the steps in `saved`.
-
-    https://lightning.ai/docs/pytorch/stable/common/checkpointing_expert.html
-    """
+    """Return whether AsyncCheckpointIO's thread writes checkpoints, and have it commit the steps in `saved`."""
+    # https://lightning.ai/docs/pytorch/stable/common/checkpointing_expert.html
     io: Any = getattr(trainer.strategy, "checkpoint_io", None)
     if type(io).__name__ != "AsyncCheckpointIO" or getattr(io, "checkpoint_io", None) is None:
         return False
@@ -179,10 +177,7 @@ def _load(run: Run, load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _facts(trainer: Any, convention: str) -> dict[str, Any]:
-    """Return arguments of Run from the trainer's strategy.
-
-    https://lightning.ai/docs/pytorch/stable/extensions/strategy.html
-    """
+    # https://lightning.ai/docs/pytorch/stable/extensions/strategy.html
     kind, replica = type(trainer.strategy).__name__, None
     mesh: Any = getattr(trainer.strategy, "device_mesh", None)
     if kind in ("SingleDeviceStrategy", "DDPStrategy", "FSDPStrategy", "DeepSpeedStrategy"):

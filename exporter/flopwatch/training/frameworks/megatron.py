@@ -1,8 +1,8 @@
 """Functions for Megatron-LM, called by lines that docs/frameworks.md adds to its training.py and checkpointing.py.
 
 FLOPs (convention `causal`), samples and real tokens are those that Megatron's loop computes anyway. Run finds the
-parallel coordinates in Megatron's own state. Read at d98e8a6 and not run, because Megatron needs a GPU. Absent: loss,
-which stays on the device, and data stall, since the batch is fetched inside the forward pass.
+parallel coordinates in Megatron's own state. Written from its code at d98e8a6 and not run, because that needs a GPU.
+Absent: loss, which stays on the device, and data stall, since the batch is fetched inside the forward pass.
 """
 
 from typing import Any
@@ -14,10 +14,10 @@ run: Run | None = None
 
 
 def begin(args: Any, **arguments: Any) -> None:
-    """Make the run that Megatron's arguments describe; call it when training begins."""
+    """Make the Run from Megatron's arguments `args` and from arguments of Run. Call it when training begins."""
     global run
     try:
-        # Its fp8 runs have matmuls of two dtypes; the faster one's peak never flatters.
+        # Megatron's fp8 runs have matmuls of two dtypes. With the faster one's peak, MFU is never too high.
         dtype = "fp8" if getattr(args, "fp8", None) else "bf16" if args.bf16 else "fp16" if args.fp16 else "tf32"
         run = Run(**{"step_source": "trainer", "convention": "causal", "dtype": dtype, **arguments})
         if args.iteration:
@@ -28,7 +28,7 @@ def begin(args: Any, **arguments: Any) -> None:
 
 
 def step(args: Any, samples: int, flops: float, tokens: float | None = None) -> None:
-    """Record an iteration with the samples, FLOPs and, if samples are packed, tokens of all ranks."""
+    """Record an iteration with the samples, FLOPs and, needed only if samples are packed, tokens of all ranks."""
     try:
         if run is not None:
             replicas = args.data_parallel_size
@@ -39,13 +39,13 @@ def step(args: Any, samples: int, flops: float, tokens: float | None = None) -> 
 
 
 def enter(activity: str) -> None:
-    """Begin an activity: evaluation or checkpoint_save."""
+    """Begin the activity `evaluation` or `checkpoint_save`."""
     if run is not None:
         run.recorder.enter(activity)
 
 
 def leave(activity: str) -> None:
-    """End an activity."""
+    """End the activity that `enter` began."""
     if run is not None:
         run.recorder.leave(activity)
 
@@ -57,7 +57,7 @@ def committed(iteration: int) -> None:
 
 
 def finish(status: str = "completed") -> None:
-    """Finish the run; pass `preempted` where Megatron exits before its last iteration."""
+    """Finish the run. Pass `preempted` where Megatron exits before its last iteration."""
     if run is not None:
         run.finish(status)
 

@@ -1,9 +1,8 @@
-"""Handler for torchtitan's structured logger, which docs/frameworks.md names in the environment.
+"""Logging handler that records torchtitan's events. TITAN_STRUCT_LOGGER_HANDLERS enables it (docs/frameworks.md).
 
-It uses the events at b5bcd76 of the main branch, and was not tried on the real trainer, which needs a GPU:
+Events do not contain the trainer, so it is looked up among the callers of the event `training_start`. If it is not
+found, FLOPs, parallel degrees, loss and checkpoints are absent. Written for the main branch at b5bcd76, not tried:
 https://github.com/pytorch/torchtitan/blob/main/torchtitan/observability/structured_logger/README.md
-Events do not contain the trainer, so it is looked up in the frames that lead to `training_start`. Without it, FLOPs,
-parallel degrees, loss and checkpoints are absent.
 """
 
 import functools
@@ -21,12 +20,12 @@ _ACTIVITIES = {"eval": "evaluation", "checkpoint_load": "checkpoint_restore"}
 
 
 def register(*, structured_logger: logging.Logger, run: Mapping[str, Any] | None = None, **_: Any) -> None:
-    """Attach the handler; torchtitan calls this. `run` has arguments of Run, for factories that call it."""
+    """Attach the handler to torchtitan's logger. torchtitan calls this. Your own function may, with Run's arguments."""
     structured_logger.addHandler(Handler(run or {}))
 
 
 class Handler(common.ReporterMixin, logging.Handler):
-    """Logging handler that records a trainer's events in a Run and never raises."""
+    """Logging handler that records torchtitan's events in a Run and never raises."""
 
     def __init__(self, run: Mapping[str, Any]) -> None:
         super().__init__()
@@ -39,7 +38,7 @@ class Handler(common.ReporterMixin, logging.Handler):
 
     @common.guarded
     def emit(self, record: logging.LogRecord) -> None:
-        """Record one event of the training loop's thread."""
+        """Record one event of torchtitan. Events of other threads than the training loop's are ignored."""
         event = getattr(record, "log_type_name", None)
         if record.thread != self._thread or event is None:
             return
@@ -96,7 +95,7 @@ def _trainer() -> Any:
 
 
 def _facts(trainer: Any) -> dict[str, Any]:
-    """Return arguments of Run from a trainer; without FLOPs if matmuls are quantized, as their dtypes then differ."""
+    """Return arguments of Run from a trainer. FLOPs are left out if matmuls are quantized, as their dtypes differ."""
     dims, metrics, training = trainer.parallel_dims, trainer.metrics_processor, trainer.config.training
     groups = {}
     for name, axis in (("dp", "batch"), ("tp", "tp"), ("pp", "pp"), ("cp", "cp"), ("ep", "ep")):
@@ -113,7 +112,7 @@ def _facts(trainer: Any) -> dict[str, Any]:
 def _save(
     run: Run, checkpointer: Any, save: Callable[..., bool], step: int, last_step: bool = False, **kwargs: Any
 ) -> bool:
-    """Save a checkpoint and record it; does nothing else at steps without a save."""
+    """Call torchtitan's `save`, and record the checkpoint if it saves one at this step."""
     before = getattr(checkpointer, "save_future", None)
     try:
         saves = bool(checkpointer._should_save(step, last_step))

@@ -1,7 +1,4 @@
-"""Reason why a process ends, as a short label: `KeyError`, `OSError ENOSPC`, `SystemExit 3`.
-
-Never an exception's message, which may contain anything.
-"""
+"""Label of the reason why a process ends, such as `KeyError` or `OSError ENOSPC`, without the exception's message."""
 
 import errno
 import re
@@ -11,7 +8,7 @@ _STRANGE = re.compile(r"[^A-Za-z0-9_]")
 
 
 def ended_by(error: BaseException | None) -> str:
-    """Return the label of an exception; "" for None, and for an exception that raises when it is inspected."""
+    """Return the label of an exception. "" for None, and for an exception that raises when it is inspected."""
     try:
         if error is None:
             return ""
@@ -29,11 +26,6 @@ def ended_by(error: BaseException | None) -> str:
 
 
 def now() -> str:
-    """Return the label of the exception that ends this process; "" if Python does not know one.
-
-    It is the exception being handled, else the one that reached the interpreter, which stores it before it calls
-    sys.excepthook. After sys.exit() none is stored.
-    https://docs.python.org/3/library/sys.html#sys.last_value
-    """
-    handled = sys.exc_info()[1]
+    """Return the label of the exception being handled, else of the uncaught one that ends this process, else ""."""
+    handled = sys.exc_info()[1]  # sys.last_value is set before sys.excepthook, but not after sys.exit()
     return ended_by(getattr(sys, "last_value", None) if handled is None else handled)

@@ -1,7 +1,7 @@
 """Identity of this process: run, attempt and rank from the caller, else torch.distributed, else the launcher.
 
-The launcher's variables are read in launcher.py. If torch.distributed has another number of ranks (a script that
-spawned processes itself), it is right, and the ranks may be on several nodes.
+If torch.distributed has another number of ranks than the launcher's variables (launcher.py), it takes precedence. A
+script then has spawned processes itself, and the ranks may be on several nodes.
 """
 
 import logging
@@ -38,9 +38,9 @@ def settle(
     world_size: int | None,
     local_rank: int | None,
 ) -> RankIdentity:
-    """Return the identity of this process, which started at this Unix time; values that are given take precedence.
+    """Return the identity of this process. Arguments from `name` on take precedence, unless they are "" or None.
 
-    An empty name and None count as not given. `agree(attempt, rank, started)` returns the attempt's name that all
+    `started` is the process's start as Unix time. `agree(attempt, rank, started)` returns the attempt's name that all
     ranks share, through the job's store, or None.
     """
     own_rank, own_size, one_node = launch.rank, launch.world_size, launch.one_node

@@ -1,13 +1,13 @@
 """Place of this process in its job: rank, world size, run name, attempt, tenant and owner, from the launcher.
 
-torchrun     https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables; the same under Ray Train
+torchrun     https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables, also under Ray Train
 Slurm        https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES, job_array.html
-Open MPI     https://docs.open-mpi.org/en/main/tuning-apps/environment-var.html; MPICH and Intel MPI (Hydra), MVAPICH
+Open MPI     https://docs.open-mpi.org/en/main/tuning-apps/environment-var.html. MPICH and Intel MPI (Hydra), MVAPICH
 Kubernetes   addresses that JobSet, Kubeflow and Volcano give to pods, and the service account's namespace
 
 An attempt is one launch of all ranks. All ranks must use the same name for it, and no two launches may share one. On
-one node it is the scheduler's job and restart count, the launcher's pid and start time, and torchrun's restart count.
-On many nodes it is rank 0's name, shared through torch's store. Without a store the name has no pid and no start time.
+one node the name is the scheduler's job and restart count, the launcher's pid and start time, and torchrun's restart
+count. On many nodes it is rank 0's name, shared through torch's store. Without a store the name has no pid and time.
 """
 
 import ipaddress
@@ -23,7 +23,7 @@ from typing import Any
 
 POD = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
-_RANKS = (  # rank, ranks, rank on this node, and what shows that one node holds all ranks
+_RANKS = (  # variables: rank, world size, local rank, and the one that shows that one node holds all ranks
     ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
@@ -47,7 +47,7 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Place of a process in its job."""
+    """Place of a process in its job, from the environment variables of its launcher and scheduler."""
 
     rank: int
     world_size: int
@@ -63,16 +63,16 @@ class Launch:
     team: str = ""  # Slurm's account
 
     def attempt(self) -> str:
-        """Return the attempt's name as this rank sees it; with many nodes, rank 0's name is the one to use."""
+        """Return the attempt's name as this rank derives it. On many nodes, all ranks must use rank 0's."""
         return "-".join(part for part in (self.job, self.launcher, self.restarts) if part)
 
     def attempt_without_launcher(self) -> str:
-        """Return a name that the ranks of many nodes derive alike without communication."""
+        """Return an attempt's name that ranks on many nodes derive alike without communication."""
         return "-".join((self.job or self.meeting_point or "job", self.restarts))
 
 
 def this_process(proc: Path = Path("/proc")) -> Process:
-    """Return this process as the kernel sees it; the age is 0 if /proc is unreadable."""
+    """Return this process as the kernel sees it. The age is 0 if /proc is unreadable."""
     pid = os.getpid()
     try:
         namespace = os.stat(proc / "self/ns/pid").st_ino
@@ -90,7 +90,6 @@ def _stat(proc: Path, pid: int) -> list[str]:
 
 
 def _start_ticks(proc: Path, pid: int) -> int:
-    """Return field 22 of /proc/PID/stat, 0 if it can't be read."""
     try:
         return int(_stat(proc, pid)[19])
     except (OSError, IndexError, ValueError):
@@ -122,12 +121,11 @@ def launch(
     modules: Mapping[str, Any] = sys.modules,
     pod: Path = POD,
 ) -> Launch:
-    """Return this process's place in its job; a process without a launcher is rank 0 of 1."""
+    """Return this process's place in its job. A process without a launcher is rank 0 of 1."""
     rank, world_size, local_rank, one_node, started_by = _ranks(environ)
-    # Ray's daemon starts the ranks of every attempt on its node, so it stands for none of them.
+    # Ray's daemon starts the ranks of every attempt on its node, so its pid identifies no attempt.
     one_node = one_node and (world_size == 1 or "RAY_JOB_ID" not in environ)
-    # A single process may have a shell as its parent, which starts the next attempt too. The first process of a
-    # container sees no parent.
+    # A single process's parent may be a shell that starts the next attempt too. A container's first sees no parent.
     launched = one_node and os.getppid() > 0 and ("TORCHELASTIC_RUN_ID" in environ or world_size > 1)
     starter = _launcher_pid(proc, os.getppid()) if launched else process.pid
     master = environ.get("MASTER_ADDR", "")
@@ -148,7 +146,7 @@ def _ranks(environ: Mapping[str, str]) -> tuple[int, int, int, bool, str]:
         if not (environ.get(rank_key, "").isdigit() and environ.get(world_key, "").isdigit()):
             continue
         if rank_key == "PMI_RANK" and local_key not in environ:
-            continue  # of Slurm's own PMI, which leaves the rest to Slurm's variables
+            continue  # of Slurm's own PMI, which sets no local rank
         world_size = int(environ[world_key])
         holds_all = "1" if node_key == "SLURM_STEP_NUM_NODES" else str(world_size)
         # DeepSpeed's launcher sets LOCAL_SIZE.
@@ -160,7 +158,7 @@ def _ranks(environ: Mapping[str, str]) -> tuple[int, int, int, bool, str]:
 
 
 def _job(environ: Mapping[str, str], started_by: str, meeting_point: str) -> str:
-    """Return the scheduler's job and its restart count, the same on all ranks; "" if there is no scheduler."""
+    """Return the scheduler's job and its restart count, the same on all ranks, "" if there is no scheduler."""
     if attempt := environ.get("FLOPWATCH_ATTEMPT", ""):
         return attempt
     slurm, restart = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_RESTART_COUNT", "0")
@@ -171,7 +169,7 @@ def _job(environ: Mapping[str, str], started_by: str, meeting_point: str) -> str
     elif started_by in ("RANK", "SLURM_PROCID", ""):
         parts = [f"slurm-{slurm}.{environ.get('SLURM_STEP_ID', 'batch')}-{restart}" if slurm else ""]
     elif namespace := environ.get("PMIX_NAMESPACE"):
-        # mpirun in a batch script: its own node has no step, and the others are in the step that started its daemons.
+        # mpirun in a batch script: ranks on its own node have no step, ranks on other nodes that of mpirun's daemons.
         parts.append(f"mpi-{namespace}")
     return "-".join(filter(None, parts))
 
@@ -195,7 +193,7 @@ def _scheduled_name(environ: Mapping[str, str], modules: Mapping[str, Any]) -> s
 
 
 def _job_of(host: str) -> str:
-    """Return the name of the Kubernetes job that gave a pod this host name.
+    """Return the name of the Kubernetes job that gave a pod this host name, with or without the cluster's domain.
 
     JobSet, TrainJob: NAME-node-0-0.NAME, the domain being the job. Volcano: NAME-master-0.NAME. PyTorchJob:
     NAME-master-0. Each may be followed by NAMESPACE.svc.cluster.local.
@@ -215,7 +213,7 @@ def _is_address(host: str) -> bool:
 
 
 def _experiment(modules: Mapping[str, Any]) -> str:
-    """Return the name of Ray Train's experiment, which its restarts share; "" outside an experiment."""
+    """Return the name of Ray Train's experiment, which its restarts share, "" outside an experiment."""
     # Looked up, not imported: a worker of Ray Train has imported it.
     train = modules.get("ray.train")
     try:
@@ -234,11 +232,8 @@ def _namespace(environ: Mapping[str, str], pod: Path) -> str:
 
 
 def external_id(environ: Mapping[str, str], modules: Mapping[str, Any]) -> str:
-    """Return the id of this process's Weights & Biases run; "" if there is none.
-
-    Call it late, because wandb.init() may follow Run(). https://docs.wandb.ai/models/ref/python/experiments/run
-    """
-    # Looked up, not imported.
+    """Return the id of this process's Weights & Biases run, "" without one. wandb.init() may come after Run()."""
+    # Looked up, not imported. https://docs.wandb.ai/models/ref/python/experiments/run
     run = getattr(modules.get("wandb"), "run", None)
     if run is not None and not getattr(run, "disabled", False) and isinstance(name := getattr(run, "id", None), str):
         return clean(name)
@@ -246,10 +241,10 @@ def external_id(environ: Mapping[str, str], modules: Mapping[str, Any]) -> str:
 
 
 class Submission:
-    """Time at which the Slurm job was submitted, read once with `squeue` in the background.
+    """Reader of the Unix time at which the Slurm job was submitted. It runs `squeue` once, in the background.
 
-    Call it repeatedly on one rank of the run: it returns the Unix time once it is known. After a requeue Slurm only has
-    the time of the requeue, so a restarted job has no submission time. https://slurm.schedmd.com/squeue.html
+    Call it on one rank of the run until it returns the time. After a requeue it returns None, because Slurm then only
+    has the time of the requeue. https://slurm.schedmd.com/squeue.html
     """
 
     def __init__(
@@ -266,7 +261,7 @@ class Submission:
         self._answer: float | None = None
 
     def __call__(self) -> float | None:
-        """Return the job's submission as Unix time; None if unknown, or not known yet."""
+        """Return the Unix time, None while it is unknown and after a requeue."""
         if self._job:
             self._ask()
         return self._answer
@@ -288,6 +283,6 @@ class Submission:
             self._asked.kill()
         self._job = ""
         printed, _ = self._asked.communicate()
-        # A line for each part of a job of several; all were submitted at once.
+        # A heterogeneous job has a line for each component. All were submitted at once.
         if (first := printed.strip().partition("\n")[0].strip()).isdigit():
             self._answer = float(first)

@@ -1,8 +1,8 @@
 """Coordinates of a rank in the data, tensor, pipeline, context and expert parallel groups of its job.
 
-They come from a mapping, a torch DeviceMesh (https://docs.pytorch.org/docs/stable/distributed.html#devicemesh), or
-Megatron's parallel_state and objects with its methods. Nothing is imported for that. The ranks that share one model
-replica are tensor x pipeline x context parallel. Inconsistent sizes are refused, since a wrong size makes a wrong MFU.
+They are from a mapping, a torch DeviceMesh (https://docs.pytorch.org/docs/stable/distributed.html#devicemesh), or an
+object with the methods of Megatron's parallel_state. The ranks that share one model replica are tensor x pipeline x
+context parallel. Inconsistent sizes are refused, since a wrong size makes a wrong MFU.
 """
 
 import math
@@ -30,7 +30,7 @@ _MODULES = ("megatron.core.parallel_state", "megatron.core.mpu", "megatron.mpu")
 
 @dataclass(frozen=True, slots=True)
 class Parallel:
-    """Coordinates of one rank: (rank, size) in each kind of group, None if unknown."""
+    """Coordinates of one rank: (rank, size) in each kind of parallel group, None if unknown."""
 
     dp: Coordinate | None = None
     tp: Coordinate | None = None
@@ -40,17 +40,17 @@ class Parallel:
 
     @property
     def replica_ranks(self) -> int:
-        """Return how many ranks share one model replica."""
+        """Return how many ranks share one model replica: tensor x pipeline x context parallel."""
         return math.prod(group[1] for group in (self.tp, self.pp, self.cp) if group is not None)
 
     def labels(self) -> dict[str, str]:
-        """Return the rank in each group as labels, "" if unknown."""
+        """Return the labels dp, tp, pp, cp and ep with this rank's number in each group, "" if unknown."""
         groups = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: "" if group is None else str(group[0]) for name, group in groups.items()}
 
 
 def parallel(given: object, world_size: int) -> Parallel:
-    """Return the coordinates from a mapping, a DeviceMesh or Megatron's state. Raises ValueError if they don't fit."""
+    """Return the coordinates from a mapping, a DeviceMesh or Megatron's state. Raises ValueError if they do not fit."""
     if isinstance(given, Parallel):
         groups: Mapping[str, Any] = {field.name: getattr(given, field.name) for field in fields(given)}
     elif isinstance(given, Mapping):
@@ -124,8 +124,7 @@ def _mesh(mesh: Any, world_size: int) -> dict[str, Coordinate]:
                 f"the mesh has a dimension {name!r}, not one of {', '.join(DIMENSIONS)}; pass "
                 "parallel={'dp': (rank, size), ...} instead"
             )
-        # Several dimensions of one kind are one group, in the mesh's order. Expert parallel ranks with a dimension of
-        # their own have batches of their own too.
+        # Dimensions of one kind are one group, in the mesh's order. Expert parallel ranks have batches of their own.
         for into in ("dp", "ep") if kind == "ep" else (kind,):
             outer, among = groups.get(into, (0, 1))
             groups[into] = outer * size + rank, among * size

@@ -20,14 +20,14 @@ log = logging.getLogger("flopwatch")
 
 
 def folder(environ: Mapping[str, str], user: int) -> Path:
-    """Return the folder of requests and answers for a process of this user with this environment."""
+    """Return the folder of stack requests and answers for a process of this user id with this environment."""
     if named := environ.get("FLOPWATCH_STACK_DIR"):
         return Path(named)
     return Path(environ.get("TMPDIR") or "/tmp") / f"flopwatch-{user}"
 
 
 def request(pid: int, seconds: float, *, environ: Mapping[str, str], user: int) -> str | None:
-    """Request the stacks of a process and return them; None without an answer in `seconds`. Raises OSError."""
+    """Request the stacks of a process and return them, None without an answer in `seconds`. Raises OSError."""
     place = folder(environ, user)
     asking, answer = _files(place, pid)
     if not os.path.lexists(place):
@@ -50,7 +50,7 @@ def request(pid: int, seconds: float, *, environ: Mapping[str, str], user: int) 
 
 
 class Stacks:
-    """Responder to requests for this process's stacks; `title()` is the first line of each answer."""
+    """Responder to requests for this process's stacks. `title()` returns the first line of each answer."""
 
     def __init__(self, title: Callable[[], str], environ: Mapping[str, str] = os.environ) -> None:
         self._title = title
@@ -59,7 +59,7 @@ class Stacks:
         self._asking, self._answer = _files(self._folder, os.getpid())
 
     def poll(self) -> None:
-        """Answer a pending request; without one it costs one system call. Raises OSError."""
+        """Answer a pending request. Without one it costs one system call. Raises OSError."""
         if not self._asking.exists():
             return
         _trust(self._folder, self._environ, os.geteuid())
@@ -71,7 +71,7 @@ class Stacks:
 
 
 def _trust(place: Path, environ: Mapping[str, str], user: int) -> None:
-    """Raise PermissionError if other users can write to a folder that FLOPWATCH_STACK_DIR does not name."""
+    """Raise PermissionError if other users can write to the folder, unless FLOPWATCH_STACK_DIR names it."""
     owned = os.lstat(place)
     private = stat.S_ISDIR(owned.st_mode) and owned.st_uid == user and not owned.st_mode & 0o022
     if not private and not environ.get("FLOPWATCH_STACK_DIR"):
@@ -92,7 +92,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _stacks() -> Iterator[str]:
-    """Yield a line per thread and frame, the innermost last; without source lines, as their disk may hang."""
+    """Yield a line per thread and frame, the innermost last, without source lines, because their disk may hang."""
     threads = {thread.ident: thread for thread in threading.enumerate()}
     for ident, frame in sys._current_frames().items():
         thread = threads.get(ident)

@@ -1,7 +1,7 @@
 """Line of the job's own code at which the training loop is stuck, found once steps stop ending.
 
-In a hang most ranks wait at one line, and the rank they wait for is often at another. A rank that loops still moves.
-The line is therefore the innermost one that it did not leave during the last 30 to 60 s, so that its series is stable.
+In a hang most ranks wait at one line, and the rank that they wait for is often at another. A rank that loops forever
+still moves. Its line is therefore the innermost one that it did not leave for 30 to 60 s, so that the series is stable.
 """
 
 import sys
@@ -11,11 +11,10 @@ from collections import deque
 from pathlib import Path
 from types import FrameType
 
-# Seconds that a step or a wait for a batch, or another activity such as a checkpoint, may last before it is looked at;
-# and mean steps that any of them may last.
+# Seconds after which a step or wait, or another activity, is inspected, and mean steps that must pass in any case.
 AFTER, AFTER_OTHERS, AFTER_STEPS = 15.0, 120.0, 3.0
-MEMORY, MIN_COVERED = 60.0, 30.0  # seconds: age of the looks that count, and time that they must cover
-TOGETHER = 10.0  # seconds whose looks are merged into one
+MEMORY, MIN_COVERED = 60.0, 30.0  # seconds: age of the stacks that count, and time that they must cover
+TOGETHER = 10.0  # seconds whose stacks are merged into one
 MAX_DEPTH = 200  # lines, the outermost
 MAX_TEXT = 128  # characters
 
@@ -27,16 +26,16 @@ _MADE = ("/torchinductor_", "/.triton/", "/triton/cache/")
 
 
 class StuckFrames:
-    """Frames of a thread that all looks of the last minute share."""
+    """Finder of the line at which a thread is stuck, from its stacks of the last minute."""
 
     def __init__(self) -> None:
         self._since = 0.0
-        self._looks: deque[tuple[float, list[_Line]]] = deque()  # time of the first merged look, and shared lines
+        self._looks: deque[tuple[float, list[_Line]]] = deque()  # time of the first merged stack, and shared lines
 
     def look(self, thread: int | None, activity: str, since: float, now: float, step_seconds: float) -> str | None:
-        """Return the line at which the thread, or the main thread, is stuck; None if its activity began recently.
+        """Return the line at which `thread` (None: the main thread) is stuck, None if its activity is not overdue.
 
-        `since` and `now` are seconds on one clock, and `step_seconds` is the mean duration of a step.
+        `since`, the activity's begin, and `now` are seconds on one clock. `step_seconds` is a step's mean duration.
         """
         after = AFTER if activity in ("step", "data_stall") else AFTER_OTHERS
         frame = None
@@ -58,7 +57,7 @@ class StuckFrames:
 
 
 def _shared(*looks: list[_Line]) -> list[_Line]:
-    """Return the outermost lines that all looks have in common, and the function in which they differ."""
+    """Return the outermost lines that all stacks have in common, and the function in which they first differ."""
     shared: list[_Line] = []
     for lines in zip(*looks, strict=False):
         if len(set(lines)) > 1:
@@ -70,7 +69,6 @@ def _shared(*looks: list[_Line]) -> list[_Line]:
 
 
 def _lines(frame: FrameType) -> list[_Line]:
-    """Return the lines of a frame and its callers, the outermost first."""
     frames: deque[FrameType] = deque(maxlen=MAX_DEPTH)
     at: FrameType | None = frame
     while at is not None:
@@ -80,7 +78,7 @@ def _lines(frame: FrameType) -> list[_Line]:
 
 
 def _text(lines: list[_Line]) -> str | None:
-    """Return the innermost line of the job's own code, else of an installed package other than torch; as a label."""
+    """Return as a label the innermost line of the job's own code, else of an installed package other than torch."""
     torch = (*(f"{folder}/" for folder in getattr(sys.modules.get("torch"), "__path__", ())), _OURS)
     lines = [line for line in lines if line[0] and not line[0].startswith(torch)]
     packages = [line for line in lines if _packaged(line[0])]
@@ -93,7 +91,7 @@ def _text(lines: list[_Line]) -> str | None:
 
 
 def _is_library(file: str) -> bool:
-    """Return whether a file is of Python, a package or generated code; IPython's cells are the job's own."""
+    """Return whether a file is of Python, a package or generated code. IPython's cells are the job's own."""
     generated = any(made in file for made in _MADE) or (file.startswith("<") and not file.startswith("<ipython"))
     return generated or file.startswith(_STANDARD) or _packaged(file)
 

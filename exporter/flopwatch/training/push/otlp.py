@@ -1,8 +1,8 @@
 """OTLP encoding of snapshots, and their delivery to the node's exporter: one HTTP POST each (docs/otlp.md).
 
-Points carry `run` and `rank` themselves, and no instrument has a unit that a translation would append. Facts that only
-the exporter needs are metadata of a metric: databases turn resource attributes into labels, and a changing value would
-begin new series with each push. No OTEL_* variable, proxy or global provider has an effect. Format:
+Each point has the attributes `run` and `rank`. Instruments have no unit, because translation to Prometheus would append
+it to the name. Facts that only the exporter needs are metadata of a metric. As resource attributes they would become
+labels, and each change would begin new series. No OTEL_* variable, proxy or global provider has an effect.
 https://github.com/open-telemetry/opentelemetry-proto/blob/main/opentelemetry/proto/metrics/v1/metrics.proto
 """
 
@@ -46,7 +46,7 @@ TIMEOUT = 2.0  # seconds, for the connection and for each read or write
 
 
 class Undelivered(Exception):
-    """A push did not arrive or was refused; the message has the reason."""
+    """Error raised when a push did not arrive or was refused. The message gives the reason."""
 
 
 class _Provider(MeterProvider):
@@ -61,7 +61,7 @@ class _Provider(MeterProvider):
 
 
 class Wire:
-    """Encoder of one process's snapshots that posts them to `endpoint`; used by one thread at a time."""
+    """Sender of snapshots to an OTLP `endpoint`, on one thread at a time. Raises ValueError for a bad URL or header."""
 
     def __init__(
         self,
@@ -106,7 +106,6 @@ class Wire:
         ]
 
     def _labels(self, metric: Metric) -> dict[str, str]:
-        """Return the run and rank labels that this family has."""
         return {label: text for label, text in self._identity.items() if label in metric.labels}
 
     def encode(self, snapshot: Snapshot) -> bytes:
@@ -146,11 +145,11 @@ class Wire:
             if self._token_file is not None:
                 headers["Authorization"] = f"Bearer {self._token_file.read_text().strip()}"
         except (OSError, ValueError) as error:
-            raise Undelivered(f"no token: {error}") from error
+            raise Undelivered(f"cannot read the token or the headers: {error}") from error
         try:
             connection = self._connect()
         except OSError as error:
-            raise Undelivered(f"no CA: {error}") from error
+            raise Undelivered(f"cannot use the CA file: {error}") from error
         try:
             connection.request("POST", self._path, gzip.compress(body, 1), headers)
             response = connection.getresponse()

@@ -1,8 +1,8 @@
 """Thread that pushes snapshots to the node's exporter, and its shutdown.
 
 If the interpreter ends without run.finish(), the status is `stopped` after Ctrl-C, else `failed`. No signal handler is
-installed: in Python it would keep alive a rank that is blocked in a collective. A script's own handler may exit in the
-middle of finish(), so the loop's thread takes no lock written in Python, which would be left locked forever.
+installed: in Python it would keep alive a rank that is blocked in a collective. The loop's thread takes no lock written
+in Python. A script's handler that exits in the middle of finish() would leave it locked.
 """
 
 import atexit
@@ -25,10 +25,7 @@ LAST_PUSH = 1.5  # seconds that finish() and the interpreter's exit wait for the
 
 
 class Pusher:
-    """Thread that pushes the result of `snapshot()` at once and every `interval` seconds.
-
-    It calls `finish(status)` if the interpreter ends before stop(), and `failed(error)` for unexpected errors.
-    """
+    """Thread that pushes `snapshot()` every `interval` seconds. At exit without stop(), it calls `finish(status)`."""
 
     def __init__(
         self,
@@ -63,7 +60,7 @@ class Pusher:
             raise
 
     def stop(self, last: Snapshot | None) -> None:
-        """Push `last`, if given, and stop; all calls together take at most LAST_PUSH seconds."""
+        """Push the snapshot `last`, if given, and stop. All calls together take at most LAST_PUSH seconds."""
         if not self._stopping:
             self._stop_deadline = time.monotonic() + LAST_PUSH
             self._last, self._stopping = last, True

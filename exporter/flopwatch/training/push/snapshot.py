@@ -15,7 +15,7 @@ Points = dict[Metric, list[tuple[dict[str, str], float]]]
 
 
 class Snapshots:
-    """Source of a run's snapshots."""
+    """Maker of a run's snapshots from its recorder and its declared facts."""
 
     def __init__(self, recorder: Recorder, info: RunInfo) -> None:
         self._recorder, self._info = recorder, info
@@ -23,7 +23,7 @@ class Snapshots:
         self._submission = launcher.Submission(info.environ)
 
     def take(self, *, last: bool = False) -> Snapshot:
-        """Return the totals up to now; the `last` snapshot polls nothing and does not wait for the device."""
+        """Return the totals up to now. The `last` one calls no poll callbacks and does not wait for the device."""
         recorder, info = self._recorder, self._info
         for callback in () if last else tuple(recorder.polls):
             try:
@@ -80,7 +80,7 @@ class Snapshots:
         return points
 
     def _unlabelled(self, totals: Totals, seconds: dict[str, float]) -> dict[Metric, float | None]:
-        """Return the values of the families without labels of their own; None where there is no sample."""
+        """Return the values of the families without labels of their own, None where there is no sample."""
         recorder, info = self._recorder, self._info
         flops_known = totals.no_flops_because is None
         has_hardware_flops = flops_known and totals.hardware_flops_per_token is not None

@@ -1,4 +1,4 @@
-"""Facts that PyTorch knows about this rank: its card, the attempt's name and the ranks of a model replica."""
+"""Facts about this rank that PyTorch has: its GPU, the attempt's name and the ranks of a model replica."""
 
 import sys
 import time
@@ -16,33 +16,31 @@ __all__ = ["CudaCard", "agreed", "card", "replica_ranks", "watch"]
 
 AGREEMENT = 30.0  # seconds to wait for rank 0 to name the attempt
 CLOCKS_DIFFER = 10.0  # seconds that two nodes' clocks may differ by
-RANK_0_RENAMES = 5.0  # seconds in which rank 0 replaces a name that an attempt that crashed at once may have left
+RANK_0_RENAMES = 5.0  # seconds after which rank 0 has replaced the name of an attempt that crashed before
 
 
 @dataclass(frozen=True, slots=True)
 class CudaCard:
-    """CUDA device with NVML's name and UUID."""
+    """Name and UUID of a CUDA device, as in NVML. The UUID is "" before torch 2.5."""
 
     name: str
     uuid: str
 
 
 def card() -> CudaCard | None:
-    """Return this thread's CUDA device; None if CUDA is not in use. Initialises nothing."""
+    """Return this thread's CUDA device, None if CUDA is not in use. Initialises nothing."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    # Absent before torch 2.5.
     return CudaCard(properties.name, f"GPU-{properties.uuid}" if hasattr(properties, "uuid") else "")
 
 
 def agreed(attempt: str, rank: int, started: float) -> str | None:
-    """Return rank 0's name of the attempt through the job's store; None if rank 0 does not set it.
+    """Return rank 0's name of the attempt through the job's store, None if rank 0 does not set it in AGREEMENT seconds.
 
-    `started` is the start of this process, as Unix time. An agent's store outlives torchrun's restarts, and nodes count
-    those differently. So a name belongs to this attempt if it was set after this process started, since rank 0 cannot
-    have met the others before. A slightly older name is of a rank 0 whose clock is behind, or of an attempt that has
-    just crashed, and is then about to be replaced.
+    `started` is the start of this process, as Unix time. The store outlives torchrun's restarts and may have an earlier
+    attempt's name. A name set after `started` is of this attempt, because rank 0 sets it once all ranks have met. After
+    RANK_0_RENAMES seconds it may be CLOCKS_DIFFER seconds older, because rank 0's clock may be behind.
     """
     store, key = torch.distributed.distributed_c10d._get_default_store(), "flopwatch/attempt"
     if rank == 0:
@@ -64,8 +62,8 @@ def agreed(attempt: str, rank: int, started: float) -> str | None:
 def replica_ranks(model: object) -> int | None:
     """Return how many ranks share one replica of this model: 1 under plain DDP or FSDP, None if unknown.
 
-    Ranks in a DDP or FSDP group have batches of their own; all other ranks share a batch with one of them. Weights that
-    are cut over all ranks without DDP or FSDP mean tensor parallelism, unless their mesh has another name.
+    Each rank of a DDP or FSDP group has batches of its own, shared only with ranks outside the group. Weights that are
+    sharded over all ranks without DDP or FSDP mean tensor parallelism, unless their mesh has another name.
     """
     if not torch.distributed.is_initialized():
         return None

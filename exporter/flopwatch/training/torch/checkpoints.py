@@ -1,9 +1,8 @@
 """Checkpoints that PyTorch's own functions save and load: torch.save, torch.distributed.checkpoint and safetensors.
 
-A checkpoint belongs to the step at which saving began. It is committed once a restart could begin from it: files when
-training goes on, since a checkpoint may be several files that are renamed at the end, a distributed one when `save`
-returns or its future is done. Loading before the first step is checkpoint_restore.
-https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
+A checkpoint belongs to the step at which saving began. A distributed one is committed when `save` returns or its future
+is done. Files are committed when training goes on, because they may be several and renamed at the end. Loading before
+the first step is checkpoint_restore. https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
 """
 
 import functools
@@ -28,7 +27,7 @@ _LOADERS = "torch.distributed.checkpoint.state_dict_loader"
 
 
 class Checkpoints:
-    """Checkpoints that this process saves and loads, recorded once there is a run."""
+    """Detector of checkpoints that this process saves and loads. It records them once it has a recorder."""
 
     def __init__(self, clock: Callable[[], float], step_from: str | None = None) -> None:
         self.clock = clock
@@ -37,16 +36,16 @@ class Checkpoints:
         self._inside = threading.local()
         self._replaced: list[tuple[Any, str, Any, Any]] = []
         self.installed = False
-        self._pending: int | None = None  # the step of files that may not be complete
-        self._committing = threading.Lock()  # of that
+        self._pending: int | None = None  # step of saved files that may not be complete
+        self._committing = threading.Lock()  # of _pending
         self._polled: Recorder | None = None
-        # Restores before there was a run: activity, begin and end on the clock.
+        # Restores before the run was made: activity, begin and end on the clock.
         self.before: list[tuple[str, float, float]] = []
         self.loaded_step: int | None = None
-        self.fetching = False  # a batch is being fetched: files that are loaded then are data
+        self.fetching = False  # a batch is being fetched, so files loaded now are data
 
     def install(self) -> None:
-        """Replace the functions that save and load, also in modules that are imported later."""
+        """Replace PyTorch's functions that save and load, also in modules that are imported later."""
         self.installed = True
         self._replace("save", self._saving, torch, torch.serialization)
         self._replace("load", self._loading, torch, torch.serialization)
@@ -71,14 +70,14 @@ class Checkpoints:
         self.installed, self.recorder = False, None
 
     def report_to(self, recorder: Recorder) -> None:
-        """Record checkpoints of this run from now on."""
+        """Record checkpoints with this recorder from now on."""
         self.recorder, self._pending = recorder, None
         if self._polled is not recorder:
             self._polled = recorder
             recorder.poll(self._look)
 
     def training_goes_on(self) -> None:
-        """Commit the files saved last, since no more files of that checkpoint will follow."""
+        """Record the files saved last as durable, because none of their checkpoint follows once training goes on."""
         if self._pending is not None:
             self._commit()
 
@@ -146,7 +145,7 @@ class Checkpoints:
         return load
 
     def _active_recorder(self) -> Recorder | None:
-        """Return the recorder of a save or load that begins on this thread; None inside another one."""
+        """Return the recorder for a save that begins on this thread. None inside another save or load."""
         recorder = self.recorder
         return recorder if recorder is not None and recorder.alive and not self.inside_another() else None
 
@@ -155,7 +154,6 @@ class Checkpoints:
         return bool(getattr(self._inside, "depth", None))
 
     def _is_loop(self) -> bool:
-        """Return whether this thread runs the training loop, or that thread is unknown."""
         loop = None if self.recorder is None else self.recorder.totals.loop_thread
         return loop in (None, threading.get_ident())
 
@@ -164,7 +162,7 @@ class Checkpoints:
             self.recorder.failed("checkpoint", error)
 
     def step_of(self, state: object) -> int | None:
-        """Return the step stored in a checkpoint; None if it has none."""
+        """Return the step stored in a checkpoint, None without one."""
         if not isinstance(state, Mapping):
             return None
         if self._step_from is not None:
@@ -176,7 +174,7 @@ class Checkpoints:
 
 
 class _Around:
-    """Context manager around one call; its own errors are reported and not raised, and nested calls are part of it."""
+    """Base of context managers around a call that saves or loads. Their errors are reported and not raised."""
 
     def __init__(self, checkpoints: Checkpoints) -> None:
         self._checkpoints = checkpoints
@@ -201,12 +199,10 @@ class _Around:
         """Handle the begin of the call."""
 
     def _end(self, fine: bool) -> None:
-        """Handle the end of the call; `fine` is False after an exception."""
+        """Handle the end of the call. `fine` is False after an exception."""
 
 
 class _Saving(_Around):
-    """Context manager around a call that saves an object to a file."""
-
     def __init__(self, checkpoints: Checkpoints, obj: object, file: object) -> None:
         super().__init__(checkpoints)
         self._obj, self._file = obj, file
@@ -243,8 +239,6 @@ class _Saving(_Around):
 
 
 class _SavingAll(_Around):
-    """Context manager around a save of a distributed checkpoint, which may complete `later` in the background."""
-
     def __init__(self, checkpoints: Checkpoints, later: bool = False) -> None:
         super().__init__(checkpoints)
         self._recorder: Recorder | None = None
@@ -252,7 +246,7 @@ class _SavingAll(_Around):
 
     def _begin(self) -> None:
         checkpoints = self._checkpoints
-        # On another thread it is the rest of an async_save, whose end its future reports.
+        # On another thread this is the rest of an async_save, whose end the future reports.
         if checkpoints._is_loop() and (recorder := checkpoints._active_recorder()) is not None:
             self._recorder, self._step = recorder, recorder.position
             self._activity = Activity(recorder, "checkpoint_save")
@@ -266,14 +260,12 @@ class _SavingAll(_Around):
             self._recorder.committed(self._step)
 
     def goes_on(self, response: Any) -> None:
-        """Follow what async_save returned: a future or, with its own stager, an object with two futures."""
+        """Record the checkpoint as durable once the future in async_save's `response` is done without an error."""
         if self._recorder is not None:
             commit_when_done(self._recorder, getattr(response, "upload_completion", response), self._step)
 
 
 class _Loading(_Around):
-    """Context manager around a call that loads a file and may restore a checkpoint."""
-
     def __init__(self, checkpoints: Checkpoints, is_file: bool) -> None:
         super().__init__(checkpoints)
         self._is_file = is_file
@@ -299,7 +291,6 @@ class _Loading(_Around):
             self._checkpoints.before.append(("checkpoint_restore", self._began, self._checkpoints.clock()))
 
     def see(self, loaded: object) -> None:
-        """Look for the step in a loaded object."""
         try:
             if self._restores and (step := self._checkpoints.step_of(loaded)) is not None:
                 self._checkpoints.loaded_step = step
@@ -311,7 +302,7 @@ _checkpoints: Checkpoints | None = None
 
 
 def install(step_from: str | None = None) -> Checkpoints:
-    """Replace PyTorch's functions that save and load; return what detects checkpoints from now on."""
+    """Replace PyTorch's functions that save and load. Return the detector of checkpoints."""
     global _checkpoints
     _checkpoints = Checkpoints(time.monotonic, step_from)
     _checkpoints.install()
@@ -319,14 +310,14 @@ def install(step_from: str | None = None) -> Checkpoints:
 
 
 def attach(recorder: Recorder) -> None:
-    """Record the checkpoints that PyTorch saves and loads, for a run made by the script itself."""
+    """Record the checkpoints that PyTorch saves and loads, for a Run that the script itself makes."""
     if recorder.alive:
         checkpoints = _checkpoints if _checkpoints is not None and _checkpoints.installed else install()
         checkpoints.report_to(recorder)
 
 
 def commit_pending(recorder: Recorder, status: str) -> None:
-    """Commit the files saved last before the run finishes with `status`, unless it failed."""
+    """Record the files saved last as durable before the run finishes, unless `status` is "failed"."""
     if _checkpoints is not None and _checkpoints.recorder is recorder and status != "failed":
         _checkpoints.training_goes_on()
 
@@ -339,7 +330,7 @@ def _is_file(place: object) -> bool:
 
 
 def whole(value: object) -> int | None:
-    """Return `value` as a whole number of at least 0, also from a tensor on the CPU; None for anything else."""
+    """Return `value` as a whole number of at least 0, also from a tensor on the CPU, None for anything else."""
     if isinstance(value, torch.Tensor):
         if value.numel() != 1 or value.device.type != "cpu" or value.is_complex():
             return None  # reading it would stop the device

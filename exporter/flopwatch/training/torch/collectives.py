@@ -14,7 +14,7 @@ from flopwatch.training.recorder import Recorder
 
 
 def collectives() -> int | None:
-    """Return how many collectives this rank has started in the default group; None without one."""
+    """Return how many collectives this rank has started in the default process group, None without a group."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return None
     group: Any = torch.distributed.distributed_c10d._get_default_group()
@@ -22,7 +22,7 @@ def collectives() -> int | None:
 
 
 def watch(recorder: Recorder) -> None:
-    """Record the sequence number before each push."""
+    """Record before each push how many collectives this rank has started."""
 
     def poll() -> None:
         if (number := collectives()) is not None:

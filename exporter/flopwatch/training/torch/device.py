@@ -1,12 +1,12 @@
 """Times of a CUDA device's progress on the host's clock, read without ever waiting for the device.
 
-"Now" on the device is a pooled CUDA event on the current stream. The push thread asks later when the device reached it.
-CUDA only reports the time between two events, so each moment is the last known one plus the time between the two. It is
-never before the host recorded it or last found it not reached, and never after it was first found reached.
+A mark is a pooled CUDA event on the current stream. The push thread asks later whether the device has reached it. CUDA
+only reports the time between two events, so a mark's time is that of the last known mark plus the time between the two.
+It is limited to the interval in which the host saw the device reach the event.
 https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__EVENT.html
 
 Another thread's event query invalidates a CUDA graph's capture in the default mode, so that thread first leaves that
-mode (https://github.com/pytorch/pytorch/pull/104487). While the current stream is captured, "now" is the host's clock.
+mode (https://github.com/pytorch/pytorch/pull/104487). While the current stream is captured, marks are the host's clock.
 Not on ROCm, where a query breaks a capture in any mode (https://github.com/pytorch/pytorch/pull/176251).
 """
 
@@ -24,14 +24,14 @@ import torch
 Clock = Callable[[], float]
 Failed = Callable[[str, Exception], None]
 
-# Events in use, some hundred bytes each; beyond that, for example in a hang, "now" is the host's clock.
+# Events in use, some hundred bytes each. Beyond that, for example in a hang, marks are the host's clock.
 MAX_EVENTS = 4096
 MAX_WAIT = 0.1  # seconds, for another thread that queries the device
 _THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
 
 class TimingEvent(Protocol):
-    """Methods of torch.cuda.Event that are used here."""
+    """Methods of torch.cuda.Event that this module uses."""
 
     def record(self, stream: Any) -> None:
         """Place the event behind the work queued on the stream so far."""
@@ -44,14 +44,14 @@ class TimingEvent(Protocol):
 
 
 class Stream(Protocol):
-    """Attributes of torch.cuda.Stream that are used here."""
+    """Attributes of torch.cuda.Stream that this module uses."""
 
     device_index: int
     stream_id: int
 
 
 class Cuda(Protocol):
-    """CUDA functions that are used here, of torch or of a simulated device."""
+    """CUDA functions that this module uses, of torch or of a simulated device."""
 
     def capturing(self) -> bool:
         """Return whether this thread's current stream is being captured into a graph."""
@@ -70,7 +70,7 @@ class Cuda(Protocol):
 
 
 class TorchCuda:
-    """CUDA through torch and `driver`, libcuda. Raises OSError or AttributeError if that is missing or too old."""
+    """CUDA through torch and libcuda, `driver`. Raises OSError if libcuda is missing, AttributeError if too old."""
 
     def __init__(self, driver: Any = None) -> None:
         self._exchange = (ctypes.CDLL("libcuda.so.1") if driver is None else driver).cuThreadExchangeStreamCaptureMode
@@ -90,7 +90,7 @@ class TorchCuda:
     def asking(self, device_index: int) -> Iterator[None]:
         """Return a context manager in which this thread may query events of a device during any graph capture."""
         with torch.cuda.device(device_index):
-            # It swaps this thread's mode with the one given.
+            # The call swaps this thread's mode with `mode`.
             mode = ctypes.c_int(_THREAD_LOCAL)
             if result := self._exchange(ctypes.byref(mode)):
                 raise RuntimeError(f"cuThreadExchangeStreamCaptureMode: CUDA error {result}")
@@ -101,29 +101,29 @@ class TorchCuda:
 
 
 class Moment:
-    """The time at which a device reaches an event that was recorded when this was made."""
+    """Time at which the device reaches `event`, which the host recorded at `recorded` on its clock."""
 
     __slots__ = ("_at", "_event", "_line", "_not_before", "recorded")
 
     def __init__(self, line: _Line, event: TimingEvent, recorded: float) -> None:
-        self.recorded = recorded  # on the host's clock: the device is not there before that
+        self.recorded = recorded  # seconds on the host's clock, before which the device cannot reach the event
         self._line = line
         self._event = event
         self._not_before = recorded
         self._at: float | None = None
 
     def at(self) -> float | None:
-        """Return the time in seconds of the host's clock; None if the device is not there yet."""
+        """Return the time in seconds of the host's clock, None if the device has not reached the event yet."""
         if self._at is None:
             self._line.ask()
         return self._at
 
 
 class Moments:
-    """Source of moments for any thread, in seconds of the host's `clock`.
+    """Source of marks for any thread, in seconds of the host's `clock`.
 
-    If CUDA fails, `failed` is called once, and "now" is the host's clock from then on. `short_of_events` counts the
-    marks that were the host's clock because `max_events` were in use.
+    If CUDA fails, `failed` is called once, and marks are the host's clock from then on. `short_of_events` counts marks
+    that were the host's clock because `max_events` were in use.
     """
 
     def __init__(self, cuda: Cuda, clock: Clock, failed: Failed, max_events: int = MAX_EVENTS) -> None:
@@ -135,7 +135,7 @@ class Moments:
         self.broken = False
 
     def mark(self) -> float | Moment:
-        """Return "now" on this thread's current stream as a moment, else as seconds of the host's clock."""
+        """Return a Moment on this thread's current stream, or the host's clock in seconds if CUDA cannot be used."""
         now = self._clock()
         try:
             if self.broken or self._cuda.capturing():
@@ -171,14 +171,14 @@ class Moments:
             return self._lines.setdefault((stream.device_index, stream.stream_id), line)
 
     def give_up(self, error: Exception) -> None:
-        """Use the host's clock from now on, because the device failed."""
+        """Report an error of CUDA, and use only the host's clock from now on."""
         if not self.broken:
             self.broken = True
             self._failed("mark", error)
 
 
 class _EventPool:
-    """Events of one device; the time between events of different devices is undefined."""
+    """Events of one device. The time between events of two devices is undefined."""
 
     def __init__(self, cuda: Cuda, index: int) -> None:
         self.cuda, self.index = cuda, index
@@ -189,12 +189,12 @@ class _EventPool:
 
 
 class _Line:
-    """Moments of one stream, which are reached in the order of recording."""
+    """Moments of one stream, which the device reaches in the order of recording."""
 
     def __init__(self, device: _EventPool, clock: Clock, give_up: Callable[[Exception], None]) -> None:
         self.device, self._clock, self._give_up = device, clock, give_up
         self.pending: deque[Moment] = deque()
-        self._last = float("-inf")  # no moment is before the one before
+        self._last = float("-inf")  # time of the last moment reached: none is before it
 
     def ask(self) -> None:
         """Set the time of every moment the device has reached."""
@@ -235,7 +235,7 @@ class _Line:
 
 
 def moments(clock: Clock, failed: Failed) -> Moments | None:
-    """Return the source of moments for this process's CUDA devices; None if CUDA is not in use. Initialises nothing."""
+    """Return the source of marks on this process's CUDA devices, None on ROCm or if CUDA is not in use or fails."""
     if torch.version.hip is not None or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None
     try:

@@ -1,4 +1,4 @@
-"""Measured peak of a device: a short sweep of matrix multiplications, to compare with the data sheet's peak.
+"""Measured peak FLOP/s of a device: a short sweep of matrix multiplications, to compare with the data sheet's peak.
 
 Each shape runs back to back for its share of the time, so that a card meets its power limit as in training. The result
 is the mean rate of the best shape. Matrices are random, because zeros draw less power and let the clock rise. One
@@ -26,7 +26,7 @@ _FLOATS = {"fp16": torch.float16, "bf16": torch.bfloat16, "tf32": torch.float32}
 
 
 class Unmeasurable(Exception):
-    """Product that the device or this release of torch cannot compute in that dtype. The message gives the reason."""
+    """Error raised when the device or this torch cannot multiply matrices in a dtype. The message gives the reason."""
 
 
 Timer = Callable[[Callable[[], object]], float]  # calls a function and returns the device's seconds for its work
@@ -50,7 +50,7 @@ def host_timer(work: Callable[[], object]) -> float:
 
 
 def event_timer(work: Callable[[], object], event: Callable[[], Any]) -> float:
-    """Return the device's seconds between CUDA events around a function; `event()` makes one with timing enabled."""
+    """Return the device's seconds between CUDA events around a function. `event()` makes one with timing enabled."""
     began, ended = event(), event()
     began.record()
     work()
@@ -103,7 +103,7 @@ def sweep(
 
 
 def _run(multiply: Callable[[], object], seconds: float, timer: Timer) -> tuple[int, float]:
-    """Multiply back to back for about `seconds`; return the number of multiplications and the seconds they took."""
+    """Multiply back to back for about `seconds`. Return the number of multiplications and the seconds they took."""
     multiply()  # chooses a kernel
     once = max(timer(multiply), 1e-9)
     repeats = max(1, min(round(seconds / once), 1_000_000))
@@ -132,7 +132,6 @@ def _multiplication(dtype: str, shape: Shape, device: torch.device) -> Callable[
 
 
 def _name(device: torch.device, cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Return NVML's name of a card, or the kernel's name of the CPU."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_properties(device).name)
     try:

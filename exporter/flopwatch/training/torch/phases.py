@@ -23,7 +23,7 @@ from flopwatch.training.totals import Mark
 
 
 class Phases:
-    """Hooks of one run that measure phases."""
+    """Hooks that measure the phases of one run's steps."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -63,7 +63,7 @@ class Phases:
             ]
 
     def _forward_begins(self, module: torch.nn.Module, _: object) -> None:
-        # A step() that calls the model, as that of LBFGS does, is not the optimizer's work; or an exception left it.
+        # An open step() that calls the model, as LBFGS does, or that an exception left is not an optimizer phase.
         self._steps.clear()
         inside_another = self._forward is not None and self._forward[0] != id(module)
         if not inside_another and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
@@ -126,10 +126,7 @@ _attached: dict[Recorder, Phases] = {}
 
 
 def attach(recorder: Recorder, model: object = None) -> Phases:
-    """Measure the phases of all optimizers and of a model as the loop calls it; further calls add further models.
-
-    Without a model, forward and backward are not measured.
-    """
+    """Measure the steps of all optimizers, and forward and backward of `model`, if given. Each call may add a model."""
     phases = _attached.get(recorder)
     try:
         if phases is None:
@@ -143,7 +140,7 @@ def attach(recorder: Recorder, model: object = None) -> Phases:
 
 
 class _Hook:
-    """Hook that runs in measured steps only, never raises, and is replaced by a no-op when its module is copied."""
+    """Hook that runs in measured steps only and never raises. In a copy of its module it does nothing."""
 
     def __init__(self, recorder: Recorder, does: Callable[..., None]) -> None:
         self._recorder = recorder
@@ -164,7 +161,6 @@ class _Hook:
         return getattr, (nullcontext(), "__exit__")
 
 
-# If Dynamo lets Python call the model's hooks, it would compile each as a function of its own, in which is_compiling()
-# is true. Private to PyTorch: without it a model that is compiled after attaching has no forward phase.
+# Private to PyTorch. Without it Dynamo would compile hooks of a model that is compiled later: no forward phase then.
 if (skip_code := getattr(torch._dynamo.decorators, "skip_code", None)) is not None:
     skip_code(_Hook.__call__.__code__)

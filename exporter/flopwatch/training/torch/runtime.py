@@ -1,8 +1,7 @@
 """Overheads of PyTorch itself: compilation by torch.compile, and the CUDA memory allocator (docs/phases.md).
 
 Dynamo calls back when the first compilation begins and when the last open one ends, on any thread. Only those of the
-loop's thread and of a backward pass count as `compile`. A frame that was compiled before (its number in the compile id
-is above 0) is a recompilation. The allocator's statistics are read before each push, without device access.
+loop's thread and of a backward pass count as `compile`. A frame that was compiled before is a recompilation.
 https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory.memory_stats.html
 """
 
@@ -18,7 +17,7 @@ from flopwatch.training.recorder import Recorder
 
 
 class Runtime:
-    """Callbacks of one run for Dynamo and the allocator."""
+    """Callbacks of one run that record Dynamo's compilations and the statistics of the CUDA allocator."""
 
     def __init__(self, recorder: Recorder, memory: Callable[[], list[Mapping[str, Any]]]) -> None:
         self._recorder = recorder
@@ -41,7 +40,6 @@ class Runtime:
                 callbacks.remove(ours)
 
     def _callbacks(self) -> tuple[tuple[list[Any], Callable[[Any], None]], ...]:
-        """Return pairs of Dynamo's list of callbacks and this object's callback in it."""
         handler = torch._dynamo.callback.callback_handler
         return (handler.start_callbacks, self._begins), (handler.end_callbacks, self._ends)
 
@@ -80,14 +78,14 @@ class Runtime:
 
 
 def cuda_memory() -> list[Mapping[str, Any]]:
-    """Return the allocator's statistics for each CUDA device; an empty list if CUDA is not in use."""
+    """Return the allocator's statistics for each CUDA device, an empty list if CUDA is not in use."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return []
     return [torch.cuda.memory_stats_as_nested_dict(index) for index in range(torch.cuda.device_count())]
 
 
 def attach(recorder: Recorder, memory: Callable[[], list[Mapping[str, Any]]] = cuda_memory) -> Runtime:
-    """Record compilations and the allocator's statistics; call it on the training loop's thread."""
+    """Record compilations and the allocator's statistics. Call it on the training loop's thread."""
     runtime = Runtime(recorder, memory)
     try:
         runtime.listen()
@@ -98,11 +96,10 @@ def attach(recorder: Recorder, memory: Callable[[], list[Mapping[str, Any]]] = c
 
 
 def _recompiles(arguments: Any) -> bool:
-    """Return whether the compiled frame was compiled before."""
     trigger = getattr(arguments, "callback_trigger", None)
     if getattr(trigger, "name", None) != "DYNAMO":
         return False  # a backward pass is compiled after its forward pass, with the same id
-    frame, _, times = str(arguments.compile_id).rpartition("/")
+    frame, _, times = str(arguments.compile_id).rpartition("/")  # the times that the frame was compiled before
     return frame != "" and times.isdecimal() and int(times) > 0
 
 

@@ -4,9 +4,7 @@ DDP: two callbacks on the autograd engine bracket the reducer's own. The first i
 queues the second when it runs. https://docs.pytorch.org/docs/stable/notes/ddp.html#internal-design
 Host (gloo): `Work.wait` and `wait_tensor` are replaced by functions that read the clock before and after.
 FSDP2 on CUDA: marks on the compute stream bracket its waits, in private parts of PyTorch. If one is missing, the wait
-is not measured, and a warning is logged.
-
-docs/stragglers.md lists what is absent. A step under no_sync() has no wait. A CUDA graph's capture is not marked.
+is not measured, and a warning is logged. docs/stragglers.md lists what is absent.
 """
 
 import functools
@@ -26,17 +24,17 @@ from flopwatch.training.totals import Mark
 
 log = logging.getLogger("flopwatch")
 
-# About how many parameters have a hook: a single one may be in a part of the model that a step leaves out.
+# About how many parameters have a hook. One is not enough, because a step may leave out its part of the model.
 WATCHED_PARAMETERS = 4
-STEPS_TO_BE_SURE = 2  # without a wait, after which a warning is logged
+STEPS_TO_BE_SURE = 2  # steps without a wait after which a warning is logged
 
 
 class Unmeasured(Exception):
-    """The wait for other ranks cannot be measured. The message gives the reason."""
+    """Error raised when the wait for other ranks cannot be measured. The message gives the reason."""
 
 
 class Watch:
-    """Hooks of one run that measure waits; `remove()` removes them."""
+    """Hooks of one run that measure waits for other ranks."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
@@ -51,7 +49,7 @@ class Watch:
             self.handles.pop().remove()
 
     def begins(self) -> Mark | None:
-        """Return the begin of a wait; None in a step that is not measured, in another wait or in a graph's capture."""
+        """Return the begin of a wait. None in an unmeasured step, in another wait or in a CUDA graph's capture."""
         recorder, cuda = self.recorder, torch.cuda
         try:
             if not recorder.measuring or recorder.in_wait:
@@ -65,7 +63,7 @@ class Watch:
             return None
 
     def ends(self, began: Mark | None) -> None:
-        """Record a wait that ends now, if one began."""
+        """Record a wait from `began` until now, unless that is None."""
         recorder = self.recorder
         try:
             if began is not None:
@@ -82,7 +80,7 @@ class Watch:
         self.recorder.failed("watch", error)
 
     def check(self) -> None:
-        """Log once if steps were taken without a wait; called before each push."""
+        """Log once if the model's first steps had no wait for other ranks. Called before each push."""
         position = self.recorder.position
         if self._seen or position is None:
             return
@@ -94,10 +92,7 @@ class Watch:
 
 
 def watch(recorder: Recorder, model: object = None) -> Watch:
-    """Record this model's waits for other ranks and those of the host; log the reason if that is impossible.
-
-    Call it in the loop's thread, after the model was wrapped. The wait counts as measured once one was seen.
-    """
+    """Record a model's waits for other ranks, or the host's if None, or log why not. Pass the model as wrapped."""
     watched = Watch(recorder)
     try:
         _watch(watched, model)
@@ -110,7 +105,7 @@ def _watch(watched: Watch, model: object) -> None:
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return  # a single rank never waits
     if "pp" in (others := _others(watched.recorder)):
-        raise Unmeasured("a pipeline's stages wait for one another whether a rank is late or not")
+        raise Unmeasured("a pipeline's stages wait for one another even if no rank is slow")
     model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
     if not isinstance(model, torch.nn.Module):
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -157,7 +152,7 @@ def _tensor_parallel(group: Any) -> bool:
 
 
 class _Replaced:
-    """Replaced method; `remove()` restores it, unless other code has replaced it since."""
+    """Replaced method. `remove()` restores the original, unless other code has replaced it since."""
 
     def __init__(self, owner: Any, name: str, ours: Callable[..., Any]) -> None:
         # A weak reference, so that the run does not keep a deleted model alive.
@@ -166,7 +161,6 @@ class _Replaced:
         setattr(owner, name, ours)
 
     def remove(self) -> None:
-        """Restore the original method."""
         owner, ours = self._owner(), self._ours()
         if owner is None or ours is None or vars(owner).get(self._name) is not ours:
             return
@@ -187,7 +181,7 @@ class _Bracket:
 
     @torch.utils.hooks.unserializable_hook  # type: ignore[untyped-decorator]
     def backward(self, _: torch.Tensor) -> None:
-        """Queue the first callback once per backward pass; a parameter's hook, called before its gradient is added."""
+        """Queue the first callback, once per backward pass. PyTorch calls this before it adds a gradient."""
         try:
             if torch.compiler.is_compiling():
                 return  # compiled autograd does not run these callbacks
@@ -244,7 +238,7 @@ def _watch_group(watched: Watch, group: Any) -> None:
     in_post_backward: Mark | None = None
 
     def timed_wait_for_unshard() -> None:
-        # The same wait as at the beginning of the method, so that the copy after it does not count.
+        # The wait with which the original method begins, so that the copy after it does not count.
         began = None
         try:
             result = group._all_gather_result
@@ -275,7 +269,7 @@ def _watch_group(watched: Watch, group: Any) -> None:
         watched.ends(began)
 
     def timed_finalize_backward() -> None:
-        # Since torch 2.11 the first group's waits for all of them.
+        # Since torch 2.11 the first group's finalize_backward waits for all groups.
         pending = getattr(group.comm_ctx, "_last_post_reduce_events", True)
         began = watched.begins() if pending else None
         try:
@@ -292,7 +286,7 @@ _replaced: list[_Replaced] = []
 
 
 def _watch_host(watched: Watch) -> None:
-    """Record this thread's waits in collectives called from Python; replaces the previous watch."""
+    """Record this thread's waits in collectives called from Python, and end the previous recording."""
     while _replaced:
         _replaced.pop().remove()
     for owner, name in ((torch.distributed.Work, "wait"), (torch.distributed._functional_collectives, "wait_tensor")):
