@@ -56,7 +56,7 @@ class RunFamilies(Collector):
 
 
 def ledger_app(store: Store, token_file: Path | None = None) -> FastAPI:
-    """Return the app that serves /v1/snapshots, /v1/runs, /metrics and /healthz. `token_file` guards /v1/."""
+    """Return an app that serves /v1/snapshots, /v1/runs, /metrics and /healthz. `token_file` has the token of /v1/."""
     app = FastAPI(title="flopwatch ledger", docs_url=None, redoc_url=None, openapi_url=None)
     registry = prometheus_client.CollectorRegistry()
     families = RunFamilies(store)

@@ -74,7 +74,7 @@ class Buckets:
         self.price()
 
     def price(self) -> None:
-        """Add FLOPs and peak capacity of the last seconds to the totals, but only once every node reports its peak."""
+        """Add FLOPs and peak capacity not yet counted to the totals, but only once every node reports its peak."""
         nodes = self.reporters.nodes
         if nodes and all(x.peak is not None for x in nodes.values()):
             self.retained += self.unpriced_flops

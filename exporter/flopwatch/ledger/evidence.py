@@ -56,7 +56,7 @@ class RunEvidence:
         self.changed |= self._alive.pop(incident, set())
 
     def of(self, hosts: frozenset[str]) -> Iterator[Evidence]:
-        """Yield the evidence of these hosts."""
+        """Yield the stored evidence of the given hosts."""
         for host in hosts & self._hosts.keys():
             for (kind, gpu, port, rank, detail), times in self._hosts[host].items():
                 for t, count in times:

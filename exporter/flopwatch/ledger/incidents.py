@@ -58,7 +58,7 @@ class Incident:
     why: str = ""
 
     def shows_alive(self, record: LedgerRecord) -> bool:
-        """Return whether the record's host survived: it reports again for the attempt, or too soon for a reboot."""
+        """Return whether a record shows that its host survived: it is of the same attempt, or too soon for a reboot."""
         since = self.silent.get(record.source)
         return since is not None and record.t > since and (record.attempt == self.attempt or record.t <= since + AFTER)
 
@@ -131,7 +131,7 @@ class Incidents:
         return self.horizon
 
     def take_evidence(self, record: LedgerRecord) -> None:
-        """Store the evidence in a record."""
+        """Store the evidence that a record carries."""
         if record.evidence:
             horizon = self.advance_horizon()
             for item in record.evidence:

@@ -49,7 +49,7 @@ class RecordError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class LedgerRecord:
-    """Parsed record about one run. An absent text field is empty, an absent number is None."""
+    """Parsed record about one run. Absent `tenant`, `attempt` and `source` are empty, other absent values are None."""
 
     t: float
     run: str

@@ -61,7 +61,7 @@ def _records(lines: Iterable[str], unreadable: list[str]) -> Iterator[LedgerReco
 
 @dataclass(slots=True)
 class _Process:
-    """Record lines of one source in one attempt."""
+    """Lines of a file of records that are from one source in one attempt."""
 
     first: int  # number of the first line
     last: int  # number of the last line

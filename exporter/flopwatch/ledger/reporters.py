@@ -140,7 +140,7 @@ class Reporters:
         return fsum(value for x in self.nodes.values() if (value := getattr(x, name)) is not None)
 
     def is_replacement(self, record: LedgerRecord, born: float) -> bool:
-        """Return whether the record's process has the rank of a node whose last report is from before its start."""
+        """Return whether the record's process, started at `born`, has the rank of a node that last reported before."""
         return any(x.rank is not None and x.rank == record.rank and born > x.t for x in self.nodes.values())
 
     def is_live(self, node: ReportingNode, t: float) -> bool:

@@ -32,7 +32,7 @@ _TIMES = ("since", "last", "resubmitted", "clock", "horizon")  # may be -inf, wh
 
 
 def to_json(run: RunLedger) -> dict[str, Any]:
-    """Return a run's state for its row in `runs`, without its nodes, ended attempts, incidents and evidence."""
+    """Return a run's state for the table `runs`, without its nodes, ended attempts, incidents and evidence."""
     state = {key: getattr(getattr(run, part) if part else run, name) for key, part, name in _KEYS}
     state |= {name: None for name in _TIMES if state[name] == -inf}
     # The first step of another attempt is left out if it is unknown.

@@ -2,8 +2,8 @@
 
 When `apply` returns, its records are on disk (synchronous=FULL). After a failed write, the state in memory is dropped
 and read again from disk. Deliveries that arrive during a write share the next transaction. A run is served for a day
-after its end, and a start within that day continues it. A run that is silent for `abandoned_after` seconds is ended as
-stopped at its last report.
+after its end. A run that is silent for `abandoned_after` seconds is ended as stopped at its last report, and a start
+within a day continues it.
 """
 
 import fcntl
@@ -177,7 +177,7 @@ class Store:
             return self._read().summary(now)
 
     def listing(self) -> list[dict[str, Any]]:
-        """Return one JSON object per run, with its state, attempts, goodput and silent seconds, as of now."""
+        """Return one JSON object per run, as of now: its state, attempts, goodput and seconds since its last record."""
         with self._lock:
             ledger, now = self._read(), self._clock()
             self._forget(ledger, now)

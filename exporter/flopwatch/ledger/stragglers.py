@@ -45,7 +45,7 @@ class StragglerTally:
     number: int = 0  # of the window
 
     def judge(self, straggler: tuple[str, float] | None, productive: float) -> float:
-        """Add a window's straggler (name, score) and productive GPU-seconds. Return what a confirmed straggler cost."""
+        """Add a window's straggler (name, score) and productive GPU-seconds. Return those that a confirmed one cost."""
         name, score = ("", 0.0) if straggler is None else straggler
         if name != self.who or not name:  # codespell:ignore who
             self.who, self.windows, self.waiting = name, 0, 0.0  # codespell:ignore who
