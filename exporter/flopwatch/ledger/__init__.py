@@ -1,1 +1,1 @@
-"""Ledger: it attributes every second of a run to a bucket, and every loss to an incident."""
+"""Ledger: attributes each second of a run to a bucket, such as productive or down, and each loss to an incident."""

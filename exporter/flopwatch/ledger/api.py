@@ -1,7 +1,4 @@
-"""API of a ledger, standalone or embedded in an exporter: GET /v1/runs, GET /v1/runs/record, POST /v1/runs/close.
-
-The run is a query parameter, since its name may contain any of `/:@+` and a tenant's any character.
-"""
+"""API of a ledger, standalone or embedded in an exporter: GET /v1/runs, GET /v1/runs/record, POST /v1/runs/close."""
 
 import json
 import sqlite3
@@ -25,7 +22,7 @@ STATUS_CODES |= {http_server.Unauthorized: 401, http_server.BodyTimeout: 408, ht
 
 
 def runs_router(store: Store, may_read: Authorize, may_close: Authorize) -> APIRouter:
-    """Return the API over a store; `may_read` and `may_close` check each request."""
+    """Return the API's routes over `store`. `may_read` and `may_close` raise Unauthorized to refuse a request."""
     router = APIRouter()
 
     def read(request: Request, result: Callable[[], Any]) -> Response:
@@ -37,17 +34,15 @@ def runs_router(store: Store, may_read: Authorize, may_close: Authorize) -> APIR
 
     @router.get("/v1/runs")
     def runs(request: Request) -> Response:
-        """Return a row of figures for every run that is served."""
         return read(request, lambda: {"runs": store.listing()})
 
     @router.get("/v1/runs/record")
     def record(request: Request, run: str, tenant: str | None = None) -> Response:
-        """Return the whole record of a run."""
         return read(request, lambda: store.figures(run, tenant))
 
     @router.post("/v1/runs/close")
     async def close(request: Request) -> dict[str, Any]:
-        """End the run in a body {"run", "tenant", "status"}, and return its state before."""
+        """End the run that the JSON body {"run", "tenant", "status"} names, and return its previous state."""
         try:
             may_close(request)
             run, tenant, status = _parse_close(await http_server.read_body(request))
@@ -66,7 +61,7 @@ def _refusal(error: Exception) -> HTTPException:
 
 
 def _parse_close(body: bytes) -> tuple[str, str | None, str]:
-    """Return run, tenant and status of a request to close. Raises HTTPException 400 if it is malformed."""
+    """Return run, tenant and status in the body of a request. Raises HTTPException 400 if it is malformed."""
     try:
         fields = json.loads(body)
         run, tenant, status = fields["run"], fields.get("tenant"), fields.get("status", "stopped")
@@ -78,6 +73,6 @@ def _parse_close(body: bytes) -> tuple[str, str | None, str]:
 
 
 def of_this_machine(request: Request) -> None:
-    """Raise Unauthorized unless the request comes from this machine."""
+    """Raise Unauthorized if the client of the request is not on this machine, that is at a loopback address."""
     if request.client is None or request.client.host not in ("127.0.0.1", "::1"):
         raise http_server.Unauthorized("only processes on this machine may do that")

@@ -1,7 +1,4 @@
-"""HTTP server of the cluster's ledger: POST /v1/snapshots takes records of exporters, /metrics serves the run families.
-
-The API for users is in `flopwatch.ledger.api`.
-"""
+"""HTTP server of the cluster's ledger. POST /v1/snapshots takes records of exporters, GET /metrics serves samples."""
 
 import asyncio
 import contextlib
@@ -33,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 class RunFamilies(Collector):
-    """Prometheus collector of the run families and the ledger's own families."""
+    """Prometheus collector of the families of all runs and of the ledger itself."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -44,7 +41,7 @@ class RunFamilies(Collector):
         return []
 
     def collect(self) -> Iterable[core.Metric]:
-        """Return all families as of now."""
+        """Return the families of all runs and of the ledger, as of now."""
         samples = self._store.families(time.time())
         samples += [(m.FLOPWATCH_LEDGER_REQUESTS_TOTAL, (name,), count) for name, count in self.deliveries.items()]
         samples.append((m.FLOPWATCH_BUILD_INFO, (flopwatch.__version__,), 1))
@@ -59,7 +56,7 @@ class RunFamilies(Collector):
 
 
 def ledger_app(store: Store, token_file: Path | None = None) -> FastAPI:
-    """Return the app that serves /v1/snapshots, /v1/runs, /metrics and /healthz from a store."""
+    """Return an app that serves /v1/snapshots, /v1/runs, /metrics and /healthz. `token_file` has the token of /v1/."""
     app = FastAPI(title="flopwatch ledger", docs_url=None, redoc_url=None, openapi_url=None)
     registry = prometheus_client.CollectorRegistry()
     families = RunFamilies(store)
@@ -70,7 +67,7 @@ def ledger_app(store: Store, token_file: Path | None = None) -> FastAPI:
 
     @app.post("/v1/snapshots")
     async def snapshots(request: Request) -> dict[str, int]:
-        """Apply records, all or none: a JSON list, or one JSON object per line."""
+        """Apply all records in the body, or none: a JSON list, or one JSON object per line."""
         outcome = "refused"
         try:
             authorize(request)
@@ -92,20 +89,18 @@ def ledger_app(store: Store, token_file: Path | None = None) -> FastAPI:
 
     @app.get("/metrics")
     def metrics(request: Request) -> Response:
-        """Return the run families in the requested exposition format."""
         encode, media = choose_encoder(request.headers.get("accept", ""))
         return Response(encode(registry), headers={"content-type": media, "vary": "Accept"})
 
     @app.get("/healthz")
     async def healthz() -> PlainTextResponse:
-        """Report that the process is alive."""
         return PlainTextResponse("ok\n")
 
     return app
 
 
 def _records(body: bytes) -> list[object]:
-    """Return the decoded JSON objects of a list or of lines. Raises HTTPException 400 if the body is malformed."""
+    """Return the JSON values in a body: a JSON list, or one value per line. Raises HTTPException 400 if malformed."""
     try:
         text = body.decode()
         if text.lstrip().startswith("["):
@@ -116,7 +111,7 @@ def _records(body: bytes) -> list[object]:
 
 
 def run(settings: LedgerSettings) -> None:
-    """Serve until SIGTERM or Ctrl-C. Raises SettingsError if the settings do not work on this machine."""
+    """Serve the ledger until SIGTERM or Ctrl-C. Raises SettingsError if the settings do not work on this machine."""
     http_server.log_to_stderr()
     http_server.check_token("--token-file", settings.token_file)
     web = None if settings.web_config is None else Web(settings.web_config)

@@ -1,7 +1,4 @@
-"""One attempt of a run and the last report of each of its nodes.
-
-The state of both is saved under the names of their fields, so a renamed field is a new format of the ledger's file.
-"""
+"""Attempt of a run, and the last report of each node. A renamed field is a new format of the ledger's file."""
 
 from __future__ import annotations
 
@@ -53,21 +50,21 @@ class ReportingNode:
 
     @property
     def position(self) -> float:
-        """Return the wall-clock time up to which its activities reach."""
+        """Return the Unix time up to which the node's activities are known: process start plus age."""
         return self.start + self.age
 
     @property
     def order(self) -> float:
-        """Return the sort key for choosing the node to follow: the lowest rank first."""
+        """Return the sort key for choosing the node whose time the ledger follows. The lowest rank is first."""
         return self.rank if self.rank is not None else inf
 
     def to_json(self) -> dict[str, Any]:
-        """Return the state to save."""
+        """Return the node's state to save in the ledger's file."""
         return shallow_dict(self)
 
     @classmethod
     def from_json(cls, state: Mapping[str, Any]) -> ReportingNode:
-        """Return a saved node, of format 1 too."""
+        """Restore a node from its saved state, in any format of the ledger's file."""
         credited = {"credited_gpus": state["gpus"] or 0.0, "credited_peak": state["peak"] or 0.0}
         values = {"heard": state["t"], "met": state["t"], **credited, **state}
         for name in ("waits", "waited"):
@@ -78,7 +75,7 @@ class ReportingNode:
 
 @dataclass(slots=True)
 class Attempt:
-    """The current attempt, or the last one."""
+    """State of a run's current attempt, or of its last one while none is running."""
 
     id: str
     start: float
@@ -109,7 +106,7 @@ class Attempt:
     late: StragglerTally = field(default_factory=StragglerTally)
 
     def figures(self) -> dict[str, Any]:
-        """Return the attempt as the API and exports show it."""
+        """Return the attempt as a JSON object for the API and the CSV export."""
         shown = ("number", "begin", "gpus", "nodes", "down_seconds", "down_gpu_seconds", "recovery_seconds")
         figures = {name: getattr(self, name) for name in shown}
         figures |= {"attempt": self.id, "end": self.over, "status": self.end}
@@ -117,12 +114,12 @@ class Attempt:
         return figures | {"seconds": dict(self.seconds), "gpu_seconds": dict(self.gpu_seconds)}
 
     def to_json(self) -> dict[str, Any]:
-        """Return the state to save."""
+        """Return the attempt's state to save in the ledger's file."""
         return shallow_dict(self) | {"pace": self.pace.to_json(), "late": asdict(self.late)}
 
     @classmethod
     def from_json(cls, state: Mapping[str, Any], number: int) -> Attempt:
-        """Return a saved attempt, of format 1 or 2 too; `number` applies where none was saved."""
+        """Restore an attempt from its saved state, in any format. `number` is used if none was saved."""
         values = {"number": number, "begin": state["start"], **state}
         pace = values.get("pace")
         values["pace"] = Pace(state["start"]) if pace is None else Pace.from_json(pace)

@@ -1,9 +1,9 @@
-"""Attribution of lost time to a cause, by the evidence around it. Pure functions; docs/causes.md explains the rules.
+"""Attribution of lost time to a cause, by the evidence near it. Pure functions. docs/causes.md explains the rules.
 
-A failure is attributed to a signal from ten minutes before it to five minutes after
-(https://arxiv.org/abs/2410.21680). What a distributed job reports when a peer is lost (a timeout in a collective, a
-closed connection) is an echo and never a cause. Without evidence the cause is `unknown`. Codes are classified by
-data/xid.csv and data/sxid.csv, exceptions by the name of their type. No message text is interpreted.
+Evidence counts from ten minutes before a failure to five minutes after it (https://arxiv.org/abs/2410.21680). What
+ranks report when a peer is lost, such as a timeout of a collective, is an echo and never a cause. Without evidence the
+cause is `unknown`. Xids and SXids are classified by data/xid.csv and data/sxid.csv, exceptions by the name of their
+type. No message text is interpreted.
 """
 
 import re
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from flopwatch.catalogue.xid import sxids, xids
 
-# Causes with a place to repair. On one host they do not contradict each other: a failing machine takes its parts along.
+# Causes with hardware to repair. On one host they do not contradict each other, since a failing host loses its parts.
 _HARDWARE = ("gpu", "nvlink", "network", "thermal", "host")
 CAUSES = (*_HARDWARE, "out_of_memory", "software", "storage", "data", "planned", "unknown")
 CONFIDENCES = ("none", "possible", "likely", "certain")
@@ -29,8 +29,7 @@ LEDGER_KINDS = ("node_gone", "checkpoint_wait", "data_stall")
 
 PLANNED = ("completed", "stopped", "preempted", "resized")
 
-# Weight of one piece of evidence: enough alone, a good reason, a hint. It is halved over its window, so that a hardware
-# fault ten minutes before a loss weighs as much as a good reason at that moment.
+# Weights: enough alone, a good reason, a hint. Halved over the window: DECISIVE ten minutes before equals STRONG.
 DECISIVE, STRONG, WEAK = 8.0, 4.0, 2.0
 # A silent node outweighs errors of its links, and is outweighed by a fault of its GPUs.
 _NODE_GONE = 5.0
@@ -39,8 +38,7 @@ AT_ONCE = 60.0
 # Lasting conditions. They explain a slow stretch or a stall only if they were present during it.
 _LASTING = frozenset({"throttle", "checkpoint_wait", "data_stall", "link_errors"})
 
-# Raised by PyTorch, its launcher and Python when a peer or the connection to it is gone, and by PyTorch for an error of
-# the device, whose source is the Xid.
+# Raised by PyTorch, its launcher and Python for a lost peer or connection, and for a device error, which has an Xid.
 ECHOES = frozenset(
     {"DistBackendError", "DistError", "DistNetworkError", "DistStoreError", "DistQueueEmptyError", "NCCLError"}
     | {"RendezvousConnectionError", "RendezvousTimeoutError", "RendezvousClosedError", "RendezvousGracefulExitError"}
@@ -57,8 +55,7 @@ _VAGUE = frozenset({"RuntimeError", "OSError", "Exception", "SystemExit", "Calle
 _STORAGE_ERRORS = frozenset({"ENOSPC", "EDQUOT", "EIO", "ESTALE", "EROFS", "EREMOTEIO", "ENODEV", "EUCLEAN"})
 _CRASHES = frozenset({"SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE"})
 
-# By class of data/xid.csv: the cause, the weight if the severity is fatal or critical, and the weight if it is error.
-# A warning stops no job.
+# By class of data/xid.csv: cause, weight if the severity is fatal or critical, weight if error. Warnings stop no job.
 _XID: dict[str, tuple[str, float, float]] = {
     "memory": ("gpu", DECISIVE, DECISIVE),  # the error is 94: contained, but it ends the process
     "pcie": ("gpu", DECISIVE, STRONG),
@@ -76,7 +73,7 @@ _SXID = {"always fatal": DECISIVE, "potentially fatal": STRONG}
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """An observation at a place: its count so far, and the Unix time of the last one."""
+    """Observation on a host, such as an Xid or a link that is down: its count so far and the Unix time of the last."""
 
     kind: str
     t: float
@@ -90,22 +87,18 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True)
 class LostTime:
-    """Time that a run lost, in Unix time.
-
-    For the end of an attempt, `began` is its last sign of progress and `ended` is when the end was noticed. `hosts` are
-    those of the attempt, empty if unknown.
-    """
+    """Time that a run lost: an attempt's end (`kind` is `end`), a slow stretch (`slow`) or a stall (`stall`)."""
 
     kind: str
-    began: float
-    ended: float
+    began: float  # Unix time; of an end, the last sign of progress
+    ended: float  # of an end, when it was noticed
     status: str
-    hosts: frozenset[str]
+    hosts: frozenset[str]  # empty if unknown
 
 
 @dataclass(frozen=True, slots=True)
 class IncidentCause:
-    """Cause of a loss, its confidence, the place if the evidence names one, and the reason in a sentence."""
+    """Cause of a loss, its confidence, the host, GPU or port if the evidence names one, and the reason as text."""
 
     cause: str
     confidence: str
@@ -117,7 +110,7 @@ class IncidentCause:
 
 @dataclass(frozen=True, slots=True)
 class _Claim:
-    """Cause that one piece of evidence suggests for a loss; an empty cause is an echo or no hint at all."""
+    """Cause that one piece of evidence suggests for a loss. The cause is empty for an echo of a lost peer."""
 
     evidence: Evidence
     cause: str
@@ -129,7 +122,7 @@ class _Claim:
 def attribute(
     loss: LostTime, evidence: Iterable[Evidence], before: float = 600.0, after: float = 300.0
 ) -> IncidentCause:
-    """Return the cause of a loss by the evidence from `before` seconds before it to `after` seconds after."""
+    """Return the cause of a loss by the evidence from `before` seconds before it to `after` seconds after it."""
     if loss.kind == "end" and loss.status in PLANNED:
         return IncidentCause("planned", "certain", why=f"the run itself reported {loss.status}")
     claims = [claim for item in evidence if (claim := _claim(loss, item, before, after)) is not None]
@@ -145,7 +138,7 @@ def attribute(
 
 
 def _judge(loss: LostTime, reasons: Sequence[_Claim], echoes: Sequence[_Claim]) -> IncidentCause:
-    """Return the cause that the first and strongest claim suggests, with confidence by the other claims."""
+    """Return the cause of the first and strongest claim. Its confidence depends on its weight and the other claims."""
     best = reasons[0]
     sure = 3 if best.weight >= DECISIVE else 2 if best.weight >= STRONG else 1
     near = [claim for claim in reasons if claim.cause == best.cause and claim.score > best.score / 2]
@@ -180,7 +173,7 @@ def _judge(loss: LostTime, reasons: Sequence[_Claim], echoes: Sequence[_Claim]) 
 
 
 def _claim(loss: LostTime, evidence: Evidence, before: float, after: float) -> _Claim | None:
-    """Return the claim of a piece of evidence; None if it is from another place or time, or explains nothing."""
+    """Return the cause that evidence suggests, or None if it is of another host or time or explains nothing."""
     if loss.hosts and evidence.host not in loss.hosts:
         return None
     early, late = loss.began - evidence.t, max(0.0, evidence.t - loss.ended)
@@ -198,7 +191,7 @@ def _claim(loss: LostTime, evidence: Evidence, before: float, after: float) -> _
 
 
 def _interpret(loss: str, evidence: Evidence) -> tuple[str, float, str] | None:
-    """Return cause, weight and a description of evidence for a kind of loss; a weight without a cause is an echo."""
+    """Return cause, weight and text of evidence for a kind of loss, or None. The cause of an echo is empty."""
     kind, end = evidence.kind, loss == "end"
     if kind in _EXIT_KINDS:
         return _process_end(kind, evidence.detail) if end else None
@@ -232,7 +225,7 @@ def _interpret(loss: str, evidence: Evidence) -> tuple[str, float, str] | None:
 
 
 def _xid(code: str) -> tuple[str, float, str] | None:
-    """Return cause, weight and description of an Xid; None if it stops no job."""
+    """Return the cause, the weight and a text for an Xid code, or None if such an Xid ends no job."""
     row = xids().get(int(code)) if code.isdecimal() else None
     if row is None or row.category not in _XID:
         return None
@@ -244,7 +237,7 @@ def _xid(code: str) -> tuple[str, float, str] | None:
 
 
 def _process_end(kind: str, detail: str) -> tuple[str, float, str]:
-    """Return cause, weight and description of the way in which a process ended."""
+    """Return the cause, the weight and a text for how a process ended. The cause of an echo is empty."""
     if kind == "pid_gone":
         return "", 0.0, "a process that vanished"
     if kind != "exception":
@@ -267,7 +260,7 @@ def _process_end(kind: str, detail: str) -> tuple[str, float, str]:
 
 
 def _signal_name(kind: str, detail: str) -> str:
-    """Return the name of the signal in `9` or `SIGKILL`, or in an exit status of a shell (137) or of Python (-9)."""
+    """Return a signal's name from its number, name or exit status (137 or -9 for SIGKILL), else an empty text."""
     if not re.fullmatch(r"-?[0-9]{1,3}", detail):
         return detail if kind == "signal" else ""
     number = int(detail)
@@ -280,14 +273,14 @@ def _signal_name(kind: str, detail: str) -> str:
 
 
 def _drop_foreign_kills(claims: Sequence[_Claim]) -> list[_Claim]:
-    """Drop OOM kills on hosts where no rank vanished, since they hit some other process."""
+    """Drop claims of OOM kills on hosts where no rank was lost, since another process was killed there."""
     lost = {claim.evidence.host for claim in claims if claim.evidence.kind in ("pid_gone", "signal", "exit")}
     pairs = [(claim, claim.evidence) for claim in claims]
     return [claim for claim, one in pairs if one.kind != "host_oom" or one.rank is not None or one.host in lost]
 
 
 def _drop_common_silence(loss: LostTime, claims: Sequence[_Claim]) -> list[_Claim]:
-    """Drop `node_gone` claims if every node went silent: that is not one node's failure."""
+    """Turn `node_gone` claims into echoes if all nodes fell silent, since no single host is then to blame."""
     gone = {claim.evidence.host for claim in claims if claim.evidence.kind == "node_gone"}
     if not gone or not loss.hosts or gone < loss.hosts:
         return list(claims)
@@ -302,7 +295,7 @@ def _drop_common_silence(loss: LostTime, claims: Sequence[_Claim]) -> list[_Clai
 
 
 def _contradicts(best: _Claim, other: _Claim) -> bool:
-    """Return whether another claim suggests a different cause, not just another part of the same machine."""
+    """Return whether `other` suggests another cause than `best`. Two hardware causes on one host do not contradict."""
     if other.cause == best.cause:
         return False
     same_host = other.evidence.host == best.evidence.host
@@ -310,7 +303,7 @@ def _contradicts(best: _Claim, other: _Claim) -> bool:
 
 
 def _confidence(sure: int) -> str:
-    """Return the name of a level of confidence, at least possible and at most certain."""
+    """Return the confidence for a level from 1 (possible) to 3 (certain). Other levels are clamped."""
     return CONFIDENCES[max(1, min(3, sure))]
 
 
@@ -319,14 +312,12 @@ def _place(evidence: Evidence) -> tuple[str, str, str]:
 
 
 def _at(evidence: Evidence) -> str:
-    """Return the place of evidence as text, such as ` on GPU-7 of node-3`."""
     rank = "" if evidence.rank is None else f" in rank {evidence.rank}"
     part = evidence.gpu or evidence.port
     return f"{rank}{f' on {part}' if part else ''} {'of' if rank or part else 'on'} {evidence.host}"
 
 
 def _when(loss: LostTime, evidence: Evidence) -> str:
-    """Return the time of evidence as text, relative to the loss."""
     name = {"end": "the last sign of progress"}.get(loss.kind, "it began")
     if evidence.t < loss.began:
         return f"{loss.began - evidence.t:.0f} s before {name}"
@@ -334,6 +325,5 @@ def _when(loss: LostTime, evidence: Evidence) -> str:
 
 
 def _no_cause(echoes: Sequence[_Claim]) -> str:
-    """Return the reason for an unknown cause, with up to three echoes."""
     texts = sorted({claim.text for claim in echoes})
     return "nothing was seen that explains it" + (f", only {', '.join(texts[:3])}" if texts else "")

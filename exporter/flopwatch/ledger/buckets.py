@@ -1,4 +1,4 @@
-"""Seconds of a run per bucket, each attributed once, with the GPUs held and the FLOPs made in them."""
+"""Seconds of a run per bucket, each second attributed once, with the GPU-seconds held and the FLOPs executed."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,13 +16,12 @@ RETAINED = ("productive", "generation")
 
 
 def _zeros() -> dict[str, float]:
-    """Return 0 seconds for each bucket."""
     return dict.fromkeys(BUCKETS, 0.0)
 
 
 @dataclass(slots=True)
 class Buckets:
-    """Totals of a run up to its frontier, the wall-clock time up to which everything is attributed."""
+    """Seconds, GPU-seconds and FLOPs of a run up to its frontier, the time up to which everything is attributed."""
 
     reporters: Reporters
     incidents: Incidents
@@ -35,8 +34,8 @@ class Buckets:
     committed: float | None = None  # step of the last durable checkpoint
     committed_at: float | None = None
     provisional: float = 0.0  # productive seconds not yet in a durable checkpoint
-    provisional_from: float = 0.0  # the step they begin at
-    positioned: bool = True  # False once step time was attributed without a position
+    provisional_from: float = 0.0  # the step at which the provisional seconds begin
+    positioned: bool = True  # False once step time was attributed without a step number
     flops: bool = False  # whether FLOPs are reported
     retained: float = 0.0
     capacity: float = 0.0
@@ -45,13 +44,13 @@ class Buckets:
     straggler_gpu_seconds: float | None = None  # None if waits are not measured
 
     def advance_to(self, until: float, bucket: str, *, held: bool = True) -> None:
-        """Move the frontier forward and book all the time it passes into one bucket."""
+        """Move the frontier to `until` (Unix time) and add the seconds to one bucket, with GPU-seconds if `held`."""
         if until > self.frontier:
             self.book(bucket, until - self.frontier, held=held)
             self.frontier = until
 
     def book(self, bucket: str, seconds: float, *, held: bool = True) -> None:
-        """Add seconds to a bucket of the run and its attempt; `held` is False for time between two allocations."""
+        """Add seconds to a bucket of the run and its attempt. `held` is False if the run held no GPUs in them."""
         self.seconds[bucket] += seconds
         attempt, charged = self.reporters.current, bucket not in RETAINED
         if charged:
@@ -75,7 +74,7 @@ class Buckets:
         self.price()
 
     def price(self) -> None:
-        """Add FLOPs and capacity once every node reports a peak: leaving out GPUs without one would flatter the MFU."""
+        """Add FLOPs and peak capacity not yet counted to the totals, but only once every node reports its peak."""
         nodes = self.reporters.nodes
         if nodes and all(x.peak is not None for x in nodes.values()):
             self.retained += self.unpriced_flops
@@ -85,7 +84,7 @@ class Buckets:
             self.unpriced_flops = self.unpriced_seconds = 0.0
 
     def take_gpus(self, node: ReportingNode, record: LedgerRecord, received: float) -> None:
-        """Store the GPUs and the peak that a node reports, and credit those that are new."""
+        """Store a node's GPUs and their peak FLOP/s. Count new GPUs also in the seconds before this report."""
         silent_after = self.reporters.silent_after
         grows = node.gpus is not None and (node.whole or received - node.met > silent_after)
         if not self._is_partial(node, record):
@@ -103,10 +102,10 @@ class Buckets:
         return record.t - node.fewer < self.reporters.silent_after
 
     def _credit(self, node: ReportingNode, grows: bool) -> None:
-        """Count a node's new GPUs in the seconds before it reported them, since nodes push at different times.
+        """Add a node's new GPUs to the GPU-seconds before its report, since nodes report at different times.
 
-        The attempt has held them from its beginning, or from the start of a process that is later than a start-up
-        explains. GPUs that a node gains (`grows`) are not counted back.
+        They count from the attempt's begin, or from the node's process start if that is much later. GPUs that the node
+        gained later (`grows`) count from now on only.
         """
         attempt = self.reporters.current
         gpus = max(0.0, (node.gpus or 0.0) - node.credited_gpus)
@@ -128,7 +127,7 @@ class Buckets:
         self.capacity += peak * share * attempt.priced
 
     def take_flops(self, node: ReportingNode, step: float, flops: float) -> None:
-        """Count the FLOPs of the node's steps above the high-water mark."""
+        """Count the FLOPs of the node's steps above the high-water mark. `flops` is the node's total up to `step`."""
         self.flops = True
         if flops < node.flops and step >= node.flops_step:
             # After its restart an exporter lacks the records of some ranks, and will count the same FLOPs again. If the
@@ -145,11 +144,7 @@ class Buckets:
             node.flops, node.flops_step = flops, step
 
     def follow(self, node: ReportingNode) -> Mapping[str, float]:
-        """Move the frontier to the node's position; return the seconds attributed per activity, step time too.
-
-        The growth of the activities is scaled to the room between the frontier and the position. Step time stays
-        pending until its step ends.
-        """
+        """Move the frontier to the node's last report. Return the seconds per activity, scaled to the time passed."""
         attempt = self.reporters.current
         grown = {name: now - node.base.get(name, 0.0) for name, now in node.activity.items()}
         grown = {name: seconds for name, seconds in grown.items() if seconds > 0}
@@ -169,9 +164,9 @@ class Buckets:
         return passed
 
     def settle_steps(self, begin: float, step: float, ended: float) -> float | None:
-        """Book pending seconds of the steps from `begin` to `step`; return when the first new step ended, if any did.
+        """Attribute `ended` pending seconds to the steps (begin, step]. Return when the first productive one ended.
 
-        Seconds are shared evenly among the steps. Those above the high-water mark are productive, the others lost.
+        Seconds are shared evenly. Steps above the high-water mark are productive, others lost. None if all are lost.
         """
         productive = ended * _share_above(begin, step, self.mark) if step > begin else 0.0
         self.book("productive", productive)
@@ -189,12 +184,12 @@ class Buckets:
         return progress
 
     def book_pending(self, bucket: str, seconds: float) -> None:
-        """Book pending step time into one bucket."""
+        """Move seconds of pending step time into one bucket."""
         self.book(bucket, seconds)
         self.pending -= seconds
 
     def commit(self, step: float, at: float) -> None:
-        """Take a durable checkpoint of a step, first reported at that time."""
+        """Record that a durable checkpoint of `step` was first reported at `at`, in Unix time."""
         attempt = self.reporters.current
         attempt.committed = step if attempt.committed is None else max(step, attempt.committed)
         if self.committed is None or step > self.committed:
@@ -204,7 +199,7 @@ class Buckets:
                 self.provisional_from = step
 
     def take_waits(self, node: ReportingNode, record: LedgerRecord) -> None:
-        """Store what the node's ranks have waited, and what they had at the start of the straggler window."""
+        """Store how long the node's ranks have waited for others so far, and at the start of the straggler window."""
         window = self.reporters.current.late.number
         if node.window != window:
             node.waited, node.window = node.waits, window
@@ -213,7 +208,7 @@ class Buckets:
             self.straggler_gpu_seconds = 0.0
 
     def judge_window(self) -> None:
-        """Look for a straggler at the end of each window of two minutes, and count what it cost."""
+        """Look for a straggler once the two-minute window is over, and add the GPU-seconds that it cost."""
         if self.straggler_gpu_seconds is None:
             return
         late, productive = self.reporters.current.late, self.gpu_seconds["productive"]
@@ -231,5 +226,5 @@ class Buckets:
 
 
 def _share_above(begin: float, end: float, mark: float) -> float:
-    """Return the share of the steps (begin, end] that lies above the mark."""
+    """Return the share of the steps (begin, end] that is above the step `mark`, from 0 to 1."""
     return (end - min(max(begin, mark), end)) / (end - begin) if end > begin else 0.0

@@ -1,4 +1,4 @@
-"""Client of a ledger's API."""
+"""HTTP client of a ledger's API."""
 
 import ssl
 from collections.abc import Mapping
@@ -15,11 +15,11 @@ _TIMEOUT = 30.0
 
 
 class LedgerError(SettingsError):
-    """The ledger cannot be reached or refused a request. The message names the reason and what to change."""
+    """Exception raised if a ledger cannot be reached or refuses a request. The message names reason and remedy."""
 
 
 class LedgerClient:
-    """Client of the ledger at a URL; `flags` are the options for URL and token, which error messages name."""
+    """HTTP client of the ledger at `url`. Errors name `flags`, the command's options for URL and token file."""
 
     def __init__(
         self,
@@ -37,16 +37,16 @@ class LedgerClient:
         self._tls = client_tls(ca_file)
 
     def runs(self) -> list[dict[str, Any]]:
-        """Return a row of figures for each run."""
+        """Return one JSON object per run, with its state, attempts and goodput. Raises LedgerError."""
         return list(self._request("GET", "/v1/runs")["runs"])
 
     def record(self, run: str, tenant: str | None) -> dict[str, Any]:
-        """Return the whole record of a run."""
+        """Return a run's summary, buckets, attempts and incidents as one JSON object. Raises LedgerError."""
         query = {"run": run} | ({} if tenant is None else {"tenant": tenant})
         return self._request("GET", "/v1/runs/record", query)
 
     def close(self, run: str, tenant: str | None, status: str) -> dict[str, Any]:
-        """End a run, and return its state before."""
+        """End a run with a status, completed or stopped, and return its previous state. Raises LedgerError."""
         return self._request("POST", "/v1/runs/close", body={"run": run, "tenant": tenant, "status": status})
 
     def _request(

@@ -1,19 +1,19 @@
-"""Evidence that the hosts of a run reported lately, in bounded memory."""
+"""Evidence that the hosts of a run reported recently, in bounded memory."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from flopwatch.ledger.attribution import Evidence
 
-MAX_PLACES = 64  # of one host: as many as one record can hold
+MAX_PLACES = 64  # places kept per host: as many as one record can hold
 MAX_HOSTS = 4096
-MAX_TIMES = 8  # of one place, so that later counts do not displace that of a loss at once
+MAX_TIMES = 8  # counts kept per place, so that later ones do not displace that of a loss at once
 
 Place = tuple[str, str, str, int | None, str]  # kind, GPU, port, rank, detail
 
 
 class RunEvidence:
-    """Newest evidence of each host, place and kind, and the hosts that were proven alive after an incident."""
+    """Newest evidence by host, kind and place (GPU, port, rank), and the hosts proven alive after each incident."""
 
     def __init__(self) -> None:
         self._hosts: dict[str, dict[Place, list[tuple[float, float]]]] = {}
@@ -21,7 +21,7 @@ class RunEvidence:
         self.changed: set[str] = set()  # hosts that changed since the state was saved
 
     def add(self, item: Evidence, horizon: float) -> None:
-        """Store a piece of evidence unless it is older than the horizon or than what its place has."""
+        """Store evidence if it is newer than the horizon (Unix time) and than the last of its host, kind and place."""
         if item.t < horizon:
             return
         places = self._hosts.setdefault(item.host, {})
@@ -41,34 +41,33 @@ class RunEvidence:
             self.changed.add(oldest)
 
     def mark_alive(self, host: str, incident: int) -> None:
-        """Record that a host was not gone at an incident."""
+        """Record that a host survived the incident with this number."""
         hosts = self._alive.setdefault(incident, set())
         if host not in hosts:
             hosts.add(host)
             self.changed.add(host)
 
     def alive(self, incident: int) -> set[str]:
-        """Return the hosts that were not gone at an incident."""
+        """Return the hosts that are known to have survived the incident with this number."""
         return self._alive.get(incident, set())
 
     def drop_alive(self, incident: int) -> None:
-        """Forget which hosts were not gone at an incident."""
+        """Forget which hosts survived the incident with this number."""
         self.changed |= self._alive.pop(incident, set())
 
     def of(self, hosts: frozenset[str]) -> Iterator[Evidence]:
-        """Yield the evidence of these hosts."""
+        """Yield the stored evidence of the given hosts."""
         for host in hosts & self._hosts.keys():
             for (kind, gpu, port, rank, detail), times in self._hosts[host].items():
                 for t, count in times:
                     yield Evidence(kind, t, count, host, gpu, port, rank, detail)
 
     def forget(self, horizon: float) -> None:
-        """Delete evidence older than the horizon."""
+        """Delete all evidence from before `horizon`, in Unix time."""
         for host in list(self._hosts):
             self._forget(host, horizon)
 
     def _forget(self, host: str, horizon: float) -> None:
-        """Delete the evidence of one host that is older than the horizon, and the host if nothing is left."""
         places = self._hosts[host]
         for place, times in list(places.items()):
             if times[0][0] < horizon:
@@ -80,13 +79,13 @@ class RunEvidence:
             del self._hosts[host]
 
     def to_json(self, host: str) -> list[Any] | None:
-        """Return the state of a host to save; None if nothing is left of it."""
+        """Return a host's evidence to save in the ledger's file, or None if it has none."""
         places = [[*place, times] for place, times in self._hosts.get(host, {}).items()]
         alive = [incident for incident, hosts in self._alive.items() if host in hosts]
         return [places, alive] if places or alive else None
 
     def restore(self, hosts: Mapping[str, list[Any]]) -> None:
-        """Load the states that `to_json` returned, by host."""
+        """Load the saved evidence of each host, as `to_json` returned it."""
         for host, (places, alive) in hosts.items():
             if places:
                 self._hosts[host] = {
@@ -97,5 +96,5 @@ class RunEvidence:
                 self._alive.setdefault(incident, set()).add(host)
 
     def hosts(self) -> set[str]:
-        """Return the hosts with any state."""
+        """Return the hosts that have evidence or survived an incident."""
         return self._hosts.keys() | set().union(*self._alive.values())

@@ -1,8 +1,8 @@
-"""What a run lost and why: incidents, the recoveries from them, and the evidence kept for them.
+"""What a run lost and why: its incidents, the recoveries from them, and the evidence of their causes.
 
-An incident is the end of an attempt that did not end the run, a slow stretch or a stall
-(`flopwatch.ledger.slowdowns`). An end costs the time until the run makes a new step or fails again: the step cut
-short, down time, startup and steps executed again. A slow stretch or stall costs what it took beyond the usual.
+An incident is one of three: an attempt's end after which the run went on, a slow stretch, or a stall
+(`flopwatch.ledger.slowdowns`). An attempt's end costs the time until the run makes a new step or fails again. That is
+the step cut short, down time, startup and repeated steps. A slow stretch or a stall costs its time beyond the usual.
 The cause is settled once, when no more evidence can arrive, and never changes afterwards.
 """
 
@@ -31,7 +31,7 @@ _CAUSE_FIELDS = ("cause", "confidence", "host", "gpu", "port", "why")
 
 @dataclass(slots=True)
 class Incident:
-    """A loss. Until it is `settled` its cost may grow and its cause is unknown. Field names are keys of saved state."""
+    """Loss of a run. Until `settled`, its cost and cause may change. It is saved under the names of its fields."""
 
     number: int
     attempt_number: int  # of the attempt that it ended, or happened in
@@ -44,7 +44,7 @@ class Incident:
     silent: dict[str, float] = field(default_factory=dict)  # hosts that reported no end, with their last stamp
     kind: str = "end"
     waited: str = ""  # the activity that most of a stall or a slow stretch was, if known
-    follows: str = ""  # the node whose seconds show that
+    follows: str = ""  # the node whose seconds show `waited`
     until: float | None = None  # start of the next attempt, to which later evidence belongs
     back: float | None = None  # when the run made a new step again, or failed again
     seconds: float = 0.0
@@ -58,19 +58,16 @@ class Incident:
     why: str = ""
 
     def shows_alive(self, record: LedgerRecord) -> bool:
-        """Return whether a record proves that its host was not gone.
-
-        A late record of the same attempt does, and one that arrives before the host could have rebooted.
-        """
+        """Return whether a record shows that its host survived: it is of the same attempt, or too soon for a reboot."""
         since = self.silent.get(record.source)
         return since is not None and record.t > since and (record.attempt == self.attempt or record.t <= since + AFTER)
 
     def is_ready(self, now: float) -> bool:
-        """Return whether the run is back and evidence from now on can no longer explain the loss."""
+        """Return whether the loss is over and evidence from `now` (Unix time) on is too late to explain it."""
         return self.back is not None and now >= self.ended + AFTER
 
     def find_cause(self, evidence: RunEvidence) -> IncidentCause:
-        """Return the cause by the evidence so far."""
+        """Return the cause of the loss by the evidence so far."""
         alive = evidence.alive(self.number)
         own = [Evidence("node_gone", t, 1, host) for host, t in self.silent.items() if host not in alive]
         if self.waited in _WAIT_KINDS:
@@ -82,18 +79,18 @@ class Incident:
         return attribute(loss, [*seen, *own], BEFORE, AFTER)
 
     def settle(self, evidence: RunEvidence) -> None:
-        """Fix the cause for good."""
+        """Store the cause of the loss by the evidence so far. It does not change afterwards."""
         cause = self.find_cause(evidence)
         for name in _CAUSE_FIELDS:
             setattr(self, name, getattr(cause, name))
         self.settled, self.hosts, self.silent = True, [], {}
 
     def to_json(self) -> dict[str, Any]:
-        """Return the state to save."""
+        """Return the incident's state to save in the ledger's file."""
         return shallow_dict(self)
 
     def figures(self, evidence: RunEvidence) -> dict[str, Any]:
-        """Return the incident as the API and exports show it, with the cause so far if it is not settled."""
+        """Return the incident as a JSON object for the API and exports, with the cause so far if it is not settled."""
         shown = self.to_json()
         if not self.settled:
             cause = self.find_cause(evidence)
@@ -105,7 +102,7 @@ class Incident:
 
 @dataclass(slots=True)
 class Incidents:
-    """The incidents of a run, their totals by cause, and the recoveries from unplanned ends."""
+    """Incidents of a run, their totals by cause, and the recoveries from unplanned ends of attempts."""
 
     reporters: Reporters
     by_number: dict[int, Incident] = field(default_factory=dict)
@@ -125,7 +122,7 @@ class Incidents:
     unsettled: list[int] = field(default_factory=list)
 
     def advance_horizon(self) -> float:
-        """Return the time before which evidence is useless. It never goes back: what was forgotten stays forgotten."""
+        """Move the horizon forward and return it, in Unix time. Evidence from before it explains no loss."""
         attempt, now = self.reporters.attempt, self.reporters.clock
         began = [self.by_number[number].began - BEFORE for number in self.unsettled]
         if attempt is not None and attempt.end is None and attempt.step is not None:
@@ -134,14 +131,14 @@ class Incidents:
         return self.horizon
 
     def take_evidence(self, record: LedgerRecord) -> None:
-        """Store the evidence in a record."""
+        """Store the evidence that a record carries."""
         if record.evidence:
             horizon = self.advance_horizon()
             for item in record.evidence:
                 self.evidence.add(item, horizon)
 
     def take_sign_of_life(self, record: LedgerRecord) -> None:
-        """Note which unsettled incidents the record's host has survived."""
+        """Mark the record's host as alive after each unsettled incident that the record proves it survived."""
         for number in self.unsettled:
             if self.by_number[number].shows_alive(record):
                 self.evidence.mark_alive(record.source, number)
@@ -149,9 +146,10 @@ class Incidents:
     def open_end(
         self, status: str, last_report: float, at: float, hung: float = 0.0, stall: Slowdown | None = None
     ) -> None:
-        """Open an incident for an attempt that ended with `status` after `last_report`, which was noticed at `at`.
+        """Open an incident for the current attempt, which last reported at `last_report` and was found ended at `at`.
 
-        `hung` is how many seconds its last step had been open. A stall that it died in is charged to the incident.
+        Both are in Unix time. `hung` is how many seconds its last step had been open. A `stall` at its end is charged
+        too.
         """
         self.close_current(last_report)
         reporters, attempt = self.reporters, self.reporters.current
@@ -168,7 +166,7 @@ class Incidents:
         self.current = self._add(incident)
 
     def take_slowdown(self, slowdown: Slowdown) -> None:
-        """Open an incident for a stall or a slow stretch, or update that of the slow stretch under way."""
+        """Open an incident for a stall or a slow stretch, or update the incident of a slow stretch that goes on."""
         number = self.slow if slowdown.kind == "slow" else None
         if number is None:
             number = self._add(self._new("", slowdown.began, slowdown.ended, slowdown.kind))
@@ -181,12 +179,11 @@ class Incidents:
             self.slow = None if slowdown.over else number
 
     def _new(self, status: str, began: float, ended: float, kind: str = "end") -> Incident:
-        """Return an incident of the current attempt, still without a number."""
         hosts, one = sorted(self.reporters.nodes), self.reporters.current
         return Incident(0, one.number, one.id, status, began, ended, hosts, len(hosts), kind=kind, follows=one.leader)
 
     def _add(self, incident: Incident) -> int:
-        """Add an incident with a number, in place of the oldest settled one if there are too many."""
+        """Store an incident and return its number. Drop the oldest settled incident if there are too many."""
         self.count += 1
         number = incident.number = self.count
         self.by_number[number] = incident
@@ -207,7 +204,7 @@ class Incidents:
             self.charged_gpu_seconds += gpu_seconds
 
     def close_current(self, at: float) -> None:
-        """Close the current incident: later time is not charged to it."""
+        """End the current incident, if any, at `at` (Unix time). Later time is not charged to it."""
         if self.current is None:
             return
         incident = self.by_number[self.current]
@@ -218,7 +215,7 @@ class Incidents:
         self.reporters.current.pace.charged = True
 
     def recover(self, at: float) -> tuple[int, float] | None:
-        """Complete a recovery under way; return the attempt it is from and its seconds, None if there was none."""
+        """Complete the recovery under way at `at`. Return the ended attempt's number and the seconds since, or None."""
         if self.recovering is None:
             return None
         number, since = self.recovering
@@ -229,20 +226,19 @@ class Incidents:
         return number, seconds
 
     def next_attempt(self, at: float) -> None:
-        """Note that another attempt starts, to which the evidence seen from now on belongs."""
+        """Note that the next attempt starts at `at` (Unix time). Later evidence explains no incident before it."""
         for number in self.unsettled:
             if self.by_number[number].until is None:
                 self.by_number[number].until = at
                 self.changed.add(number)
 
     def settle_ready(self, *, over: bool) -> None:
-        """Settle the incidents that nothing can explain any better; all of them if the run is over."""
+        """Settle each incident whose evidence is complete, or every incident if the run is `over`."""
         for number in list(self.unsettled):
             if over or self.by_number[number].is_ready(self.reporters.clock):
                 self._settle(self.by_number[number])
 
     def _settle(self, incident: Incident) -> None:
-        """Fix the cause of an incident and add it to the totals."""
         if self.slow == incident.number:
             self.slow = self.reporters.current.pace.stretch = None
         incident.settle(self.evidence)

@@ -1,8 +1,4 @@
-"""Accounting of all runs.
-
-A start after `completed` begins a new generation of the run, whose counters restart at 0. The old one is kept as
-`RUN#GENERATION`.
-"""
+"""Ledger of all runs, in memory. A start after `completed` begins a new generation of the run, with counters at 0."""
 
 from collections.abc import Container, Mapping
 from typing import Any
@@ -14,17 +10,14 @@ from flopwatch.ledger.run import RunLedger
 
 
 class Ledger:
-    """The accounts of all runs."""
+    """Ledger of all runs by tenant and name, in memory."""
 
     def __init__(self, silent_after: float = 60.0) -> None:
         self._silent_after = silent_after
         self.runs: dict[RunKey, RunLedger] = {}
 
     def apply(self, line: Mapping[str, Any] | LedgerRecord, received: float | None = None) -> set[RunKey]:
-        """Take a record, received at that time or else when it was stamped; return the runs that may have changed.
-
-        Raises RecordError and changes nothing if the record is malformed.
-        """
+        """Apply a record received at `received` (Unix time) and return the keys of changed runs. Raises RecordError."""
         record = line if isinstance(line, LedgerRecord) else LedgerRecord.parse(line)
         key, changed = record.key, {record.key}
         run = self.runs.get(key)
@@ -39,7 +32,7 @@ class Ledger:
         return changed
 
     def _next_generation(self, old: RunLedger) -> RunLedger:
-        """Return a run to replace one that completed, and keep that one under another name."""
+        """Rename a completed run to `RUN#GENERATION`, and return an empty run for its next generation."""
         generation, since = old.generation + 1, old.buckets.frontier
         run = RunLedger(old.tenant, old.name, self._silent_after, generation=generation, since=since)
         old.name = f"{old.name}#{old.generation}"
@@ -55,11 +48,11 @@ class Ledger:
         return run
 
     def families(self, now: float, new: Container[RunKey] = ()) -> list[Sample]:
-        """Return the samples of all runs, sorted by family; runs in `new` have their counters at 0."""
+        """Return the samples of all runs as of `now`, sorted by family. Counters of the runs in `new` are 0."""
         samples = [sample for key, run in self.runs.items() for sample in views.families(run, now, new=key in new)]
         return sorted(samples, key=lambda sample: sample[0].name)
 
     def summary(self, now: float | None = None) -> dict[str, Any]:
-        """Return the summary of every run, as of `now` or else of its last record."""
+        """Return the summary of every run by name, as of `now` in Unix time or else of the run's last record."""
         runs = {f"{key[0]}/{key[1]}" if key[0] else key[1]: run for key, run in self.runs.items()}
         return {"runs": {name: views.summary(run, now) for name, run in runs.items()}}

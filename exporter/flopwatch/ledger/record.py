@@ -1,4 +1,4 @@
-"""The ledger's record: one JSON object, a line of a history or a snapshot on the wire. This is its only parser.
+"""Parser of the ledger's record: one JSON object about one run, sent by an exporter or read from a recorded history.
 
     {"t": unix seconds, "run", "tenant", "attempt", "source", "event": "submitted" | "start" | "snapshot" | "finish",
      "activity_seconds": {activity: seconds}, "open_step_seconds", "step", "committed_step", "restored_step",
@@ -6,15 +6,11 @@
      "waits": [[rank, place, started, steps, seconds, wait, tokens]],
      "evidence": [{"kind", "t", "count", "gpu", "port", "rank", "detail"}]}
 
-Required are t, run, event and attempt. A submission needs no attempt, nor does a finish by hand, which ends the run's
-current attempt. Unknown fields are ignored. `activity_seconds` and `model_flops` are cumulative for the process behind
-the source (its lowest live rank). `step` on a start is the last completed step restored.
-
-`waits` holds what each rank of the source has waited for others in the measured steps, with its place in the pipeline,
-its process start and its tokens (`flopwatch.ledger.stragglers`). It is cumulative, and absent unless all are measured.
-
-`evidence` holds what the source's host observed that may explain a loss (`flopwatch.ledger.attribution`): for each kind
-and place the count so far and the time of the last one. Unknown kinds are stored and explain nothing.
+Required are t, run and event, and attempt for a start or snapshot. A finish without attempt ends the current attempt.
+`source` is the reporting host. `activity_seconds` and `model_flops` are cumulative for one process, the host's lowest
+live rank. `step` of a start is the step restored from a checkpoint. `waits` has cumulative seconds of each rank, and is
+absent unless all ranks of the host are measured. `evidence` has what the host observed: its count so far and the time
+of the last. Unknown fields are ignored.
 """
 
 from __future__ import annotations
@@ -48,12 +44,12 @@ RunKey = tuple[str, str]  # tenant, run
 
 
 class RecordError(ValueError):
-    """Malformed record. The message names the field and the reason."""
+    """Exception raised for a malformed record. The message names the field and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class LedgerRecord:
-    """One parsed record. An absent field is None."""
+    """Parsed record about one run. Absent `tenant`, `attempt` and `source` are empty, other absent values are None."""
 
     t: float
     run: str
@@ -79,7 +75,7 @@ class LedgerRecord:
 
     @classmethod
     def parse(cls, line: object) -> LedgerRecord:
-        """Return the record in a decoded JSON object. Raises RecordError."""
+        """Return the record in `line`, a decoded JSON object. Raises RecordError if it is malformed."""
         if not isinstance(line, Mapping):
             raise RecordError("not a JSON object")
         stamp = _number(line, "t", signed=True)
@@ -114,29 +110,29 @@ class LedgerRecord:
 
     @property
     def key(self) -> RunKey:
-        """Return the identity of the run."""
+        """Return the run's identity: tenant and run name."""
         return self.tenant, self.run
 
     @property
     def age(self) -> float:
-        """Return the age of the process in seconds, by its own clock."""
+        """Return the seconds that the reporting process has lived: the sum of its activities, 0 if they are absent."""
         return fsum(self.activity.values()) if self.activity is not None else 0.0
 
     @property
     def born(self) -> float | None:
-        """Return the process start in Unix time; None if the record has none."""
-        if self.started is not None or self.activity is None or self.gone:  # of `gone`, t is the exporter's
+        """Return when the reporting process started, in Unix time, or None if the record does not show it."""
+        if self.started is not None or self.activity is None or self.gone:  # with `gone`, t is the exporter's
             return self.started
         return self.t - self.age
 
     @property
     def end(self) -> str | None:
-        """Return how the source ended with this record; None if it did not."""
+        """Return how the process ended: its status, `gone` if it vanished, or None if it has not ended."""
         return self.status if self.status is not None else "gone" if self.gone else None
 
 
 def _text(line: Mapping[str, Any], name: str) -> str:
-    """Return a text field, empty if absent. Raises RecordError."""
+    """Return a text field of a record, empty if absent. Integers become text. Raises RecordError for other types."""
     value = line.get(name)
     if value is None:
         return ""
@@ -150,7 +146,7 @@ def _text(line: Mapping[str, Any], name: str) -> str:
 
 
 def _number(line: Mapping[str, Any], name: str, *, signed: bool = False) -> float | None:
-    """Return a numeric field, None if absent. Raises RecordError."""
+    """Return a numeric field of a record, None if absent. Raises RecordError if it is negative but not `signed`."""
     value = line.get(name)
     if value is None:
         return None
@@ -164,7 +160,6 @@ def _number(line: Mapping[str, Any], name: str, *, signed: bool = False) -> floa
 
 
 def _activity(value: object) -> dict[str, float] | None:
-    """Return seconds per activity. Raises RecordError."""
     if value is None:
         return None
     if not isinstance(value, Mapping):
@@ -182,7 +177,6 @@ def _activity(value: object) -> dict[str, float] | None:
 
 
 def _waits(value: object) -> tuple[RankWait, ...] | None:
-    """Return the waits of each rank. Raises RecordError."""
     if value is None:
         return None
     if not isinstance(value, list) or len(value) > _MAX_RANKS:
@@ -208,7 +202,6 @@ def _waits(value: object) -> tuple[RankWait, ...] | None:
 
 
 def _evidence(value: object, stamp: float, host: str) -> tuple[Evidence, ...]:
-    """Return the evidence of a host in a record with this stamp. Raises RecordError."""
     if value is None:
         return ()
     if not isinstance(value, list) or len(value) > MAX_EVIDENCE:
@@ -231,5 +224,5 @@ def _evidence(value: object, stamp: float, host: str) -> tuple[Evidence, ...]:
 
 
 def printable(text: object) -> str:
-    """Return the text with a question mark for each character that a terminal would interpret."""
+    """Return the text with `?` for each unprintable character, such as the escape codes of a terminal."""
     return "".join(character if character.isprintable() else "?" for character in str(text))

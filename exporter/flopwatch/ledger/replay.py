@@ -1,7 +1,7 @@
-"""`flopwatch ledger replay`: the figures a live ledger would show for a recorded history, one JSON object per line.
+"""`flopwatch ledger replay`: what a live ledger would show for a file of records, one JSON object per line.
 
-Lines are applied in file order, as a ledger would have received them. The lines of a run with late ones are sorted by
-their stamps. A run that did not finish is accounted for up to its last line.
+Lines are applied in file order, as a ledger would have received them. If a run has late lines, its lines are sorted by
+their stamps. A run without an end is accounted for up to its last line.
 """
 
 import json
@@ -19,15 +19,12 @@ from flopwatch.ledger.record import EVENTS, LedgerRecord, RecordError, RunKey
 from flopwatch.settings import SettingsError
 
 _MAX_SKEW = 300.0  # seconds, the largest accepted difference between the clocks of two hosts
-_MAX_MESSAGES = 20  # lines to name that cannot be read
+_MAX_MESSAGES = 20  # unreadable lines that are named
 _MAX_REPEAT_DELAY = 5.0  # seconds that the stamp of a repeated record may be lower
 
 
 def replay(lines: Iterable[str], silent_after: float = 60.0) -> tuple[dict[str, Any], list[str]]:
-    """Return the summary of every run in a history, and a message for each line that cannot be read.
-
-    A history with late lines is read twice, and the runs with late lines are held in memory.
-    """
+    """Return the summary of every run in the lines, and a message for each line that is not a record."""
     lines = list(lines) if isinstance(lines, Iterator) else lines
     ledger, order, unreadable = Ledger(silent_after), _LateLines(), list[str]()
     for record in _records(lines, unreadable):
@@ -47,7 +44,7 @@ def replay(lines: Iterable[str], silent_after: float = 60.0) -> tuple[dict[str, 
 
 
 def _records(lines: Iterable[str], unreadable: list[str]) -> Iterator[LedgerRecord]:
-    """Yield the records, and add a message to `unreadable` for each line that is not one."""
+    """Yield the record in each line, and add a message to `unreadable` for each line without a valid record."""
     for number, line in enumerate(lines, 1):
         if text := line.strip():
             try:
@@ -64,12 +61,12 @@ def _records(lines: Iterable[str], unreadable: list[str]) -> Iterator[LedgerReco
 
 @dataclass(slots=True)
 class _Process:
-    """Lines of one source in one attempt."""
+    """Lines of a file of records that are from one source in one attempt."""
 
     first: int  # number of the first line
-    last: int
+    last: int  # number of the last line
     behind: float  # seconds from its first stamp to the newest one of the run at that time
-    oldest: float  # stamp
+    oldest: float  # oldest stamp
     t: float  # newest stamp
     age: float  # at the newest stamp; infinite once it has finished
     grown: float = 0.0  # its highest age
@@ -77,17 +74,16 @@ class _Process:
 
 
 class _LateLines:
-    """Finds the runs with late lines. Others keep the order of arrival, since the clocks of hosts may differ."""
+    """Detector of runs with late lines. Other runs keep the order of the file, since host clocks may differ."""
 
     def __init__(self) -> None:
         self._lines = 0
         self._late: set[RunKey] = set()
-        self._newest: dict[RunKey, float] = {}  # stamp of each run
+        self._newest: dict[RunKey, float] = {}  # newest stamp of each run
         self._clocks: dict[tuple[str, ...], float] = {}  # the newest stamp of a source in a run
         self._attempts: dict[tuple[str, ...], dict[str, _Process]] = {}
 
     def take(self, record: LedgerRecord) -> None:
-        """Check the next record of the history."""
         self._lines += 1
         key, clock = record.key, (*record.key, record.source)
         age = inf if record.event == "finish" else record.age
@@ -98,8 +94,7 @@ class _LateLines:
         )
         if (record.t, record.event) in process.seen:
             return
-        # A process that grew older with a lower stamp had its clock set back. A wrong clock stays as far behind, a late
-        # line does not.
+        # A process that grew older with a lower stamp had its clock set back. All its later stamps are as far behind.
         set_back = record.t < process.t and age > process.age
         news = age > process.grown if process.age < inf else inf > age > process.grown
         if (
@@ -115,7 +110,7 @@ class _LateLines:
         process.t, process.age = max((process.t, process.age), (record.t, age))
 
     def late(self) -> set[RunKey]:
-        """Return the runs to sort, including those where simultaneous sources follow one another in the file."""
+        """Return the runs to sort: with late lines, or with simultaneous sources one after another in the file."""
         for (*key, _), processes in self._attempts.items():
             in_order = sorted(processes.values(), key=lambda process: process.first)
             if any(
@@ -125,7 +120,7 @@ class _LateLines:
         return self._late
 
     def key(self, record: LedgerRecord) -> tuple[float, float, int]:
-        """Return the sort key of a late line."""
+        """Return the sort key of a record in a run with late lines."""
         # A file that is still being written may have more lines the second time.
         attempt = self._attempts.get((*record.key, record.attempt), {})
         began = min((process.oldest for process in attempt.values()), default=record.t)
@@ -133,7 +128,7 @@ class _LateLines:
 
 
 class _Lines:
-    """Lines of a file, or of standard input, that can be iterated repeatedly."""
+    """Lines of a file, which can be iterated repeatedly, or of standard input if the path is `-`."""
 
     def __init__(self, path: Path) -> None:
         self._source: Path | int = sys.stdin.fileno() if path == Path("-") else path
@@ -145,7 +140,7 @@ class _Lines:
 
 
 def main(path: Path, json_output: bool = False) -> int:
-    """Print the figures of a history; return 1 if lines could not be read, which are named on stderr and skipped."""
+    """Print the runs' summaries from a file of records. Return 1 if a line was unreadable. Raises SettingsError."""
     try:
         lines = _Lines(path)
         summary, unreadable = replay(lines if path.is_file() else list(lines))  # a pipe can be read only once
@@ -165,7 +160,7 @@ def main(path: Path, json_output: bool = False) -> int:
 
 
 def summary_text(name: str, run: Mapping[str, Any]) -> str:
-    """Return the figures of one run as text: its ratios, and its buckets with their share of the wall clock."""
+    """Return a run as text: its ratios, and the seconds and share of the wall clock of each bucket."""
     wall = run["wall_seconds"]
     ratios = "  ".join(
         f"{title} {'unknown' if run[key] is None else format(run[key], '.3f')}"

@@ -1,4 +1,4 @@
-"""Which nodes report for a run: clock skew, silent nodes and overlapping attempts."""
+"""Nodes that report for a run: handles clock skew, silent nodes and overlapping attempts."""
 
 from dataclasses import dataclass, field, replace
 from math import fsum, inf
@@ -7,7 +7,7 @@ from typing import NamedTuple
 from flopwatch.ledger.attempt import Attempt, ReportingNode
 from flopwatch.ledger.record import LedgerRecord
 
-# Seconds that clocks may differ, or a record be late, before an old attempt's record counts as a second run.
+# Seconds that clocks may differ, or a record be late, before an old attempt's record shows an overlap.
 MAX_OVERLAP = 10.0
 # Largest difference in seconds between the clocks of the ledger and a node. A later stamp moves no deadline.
 MAX_AHEAD = 60.0
@@ -18,7 +18,7 @@ _TAKEOVER_AFTER = 300.0
 
 
 class OtherAttempt(NamedTuple):
-    """Reports of an attempt that overlaps with the current one: stamps, ledger times and its first step."""
+    """Reports of an attempt that overlaps with the current one: stamps, times of receipt and its first step."""
 
     first: float  # stamp of the first record
     first_received: float
@@ -30,7 +30,7 @@ class OtherAttempt(NamedTuple):
 
 @dataclass(slots=True)
 class Reporters:
-    """The nodes that report for a run, and its current attempt."""
+    """Nodes that report for a run, by name, and the run's current attempt."""
 
     silent_after: float
     last: float = -inf  # newest stamp
@@ -44,12 +44,12 @@ class Reporters:
 
     @property
     def current(self) -> Attempt:
-        """Return the current attempt; the run must have one."""
+        """Return the current attempt, or the last one. Raises AssertionError before the first."""
         assert self.attempt is not None
         return self.attempt
 
     def note_stamp(self, t: float, received: float) -> None:
-        """Advance the newest stamps."""
+        """Advance the newest stamps by a record with stamp `t` that was received at `received`, both in Unix time."""
         self.last = max(self.last, t)
         self.clock = max(self.clock, min(t, received + MAX_AHEAD))
 
@@ -75,7 +75,7 @@ class Reporters:
         return replace(record, t=record.t + shift, started=started)
 
     def observe(self, record: LedgerRecord, received: float) -> ReportingNode | None:
-        """Store a snapshot as its node's last report and return the node; None if the record is no news."""
+        """Store a record as its node's last report and return the node, or None if the record has nothing new."""
         attempt, node, activity = self.current, self.nodes.get(record.source), record.activity
         if activity is None or record.born is None:
             return None
@@ -106,7 +106,7 @@ class Reporters:
         return node
 
     def _add(self, record: LedgerRecord, born: float, activity: dict[str, float]) -> ReportingNode:
-        """Add a node, in place of those whose rank it takes over."""
+        """Add the node of a record, in place of nodes whose rank its process, started at `born`, takes over."""
         attempt, nodes = self.current, self.nodes
         replaced = [name for name, x in nodes.items() if x.rank is not None and x.rank == record.rank and born > x.t]
         gone = [nodes.pop(name) for name in replaced]
@@ -124,12 +124,12 @@ class Reporters:
         return node
 
     def should_lead(self, node: ReportingNode, name: str, t: float) -> bool:
-        """Return whether time is to follow this node: it leads, has a lower rank, or the leader is silent at `t`."""
+        """Return whether to measure the run's time by `node`: its rank is lower, or no other live node is used."""
         leader = self.nodes.get(self.current.leader)
         return leader is None or leader is node or not self.is_live(leader, t) or node.order < leader.order
 
     def step_of(self, node: ReportingNode) -> float | None:
-        """Return the step a node is at, else the furthest step of the other nodes."""
+        """Return the step that a node reported, else the highest of the other nodes, or None if no node reports one."""
         if node.step is not None:
             return node.step
         steps = (x.step if x.step is not None else x.restored for x in self.nodes.values() if x is not node)
@@ -140,24 +140,24 @@ class Reporters:
         return fsum(value for x in self.nodes.values() if (value := getattr(x, name)) is not None)
 
     def is_replacement(self, record: LedgerRecord, born: float) -> bool:
-        """Return whether the record's process has the rank of a node that ended before it was born."""
+        """Return whether the record's process, started at `born`, has the rank of a node that last reported before."""
         return any(x.rank is not None and x.rank == record.rank and born > x.t for x in self.nodes.values())
 
     def is_live(self, node: ReportingNode, t: float) -> bool:
-        """Return whether a node has not ended and reported recently, judged by the stamp of another node."""
+        """Return whether a node has not ended and reported within `silent_after` seconds before the stamp `t`."""
         if node.end is not None:
             return False
         attempt = self.current
         return t - node.t <= self.silent_after or (attempt.skewed and attempt.elapsed - node.seen <= self.silent_after)
 
     def any_live(self, t: float, but: ReportingNode | None = None) -> bool:
-        """Return whether the attempt is open and any node, `but` excepted, reported recently as of the stamp `t`."""
+        """Return whether the current attempt has not ended and a node other than `but` is live as of the stamp `t`."""
         if self.attempt is None or self.attempt.end is not None:
             return False
         return any(self.is_live(x, t) for x in self.nodes.values() if x is not but)
 
     def is_reporting(self, now: float) -> bool:
-        """Return whether the open attempt sent something new recently, by the ledger's clock."""
+        """Return whether the current attempt has not ended and a node reported recently, as of `now` in Unix time."""
         if self.attempt is None or self.attempt.end is not None:
             return False
         return any(x.end is None and self._is_recent(now, x.t, x.met, x.heard) for x in self.nodes.values())
@@ -179,12 +179,12 @@ class Reporters:
             del self.others[min(self.others, key=lambda other: self.others[other].received)]
 
     def has_other(self, now: float) -> bool:
-        """Return whether another attempt reports at the same time, or one that has ended still does."""
+        """Return whether an attempt other than the current one reports as of `now`, even if it ended before."""
         overlapping = [other for name, other in self.others.items() if self._overlaps(name, other)]
         return any(self._is_recent(now, other.last, other.first_received, other.received) for other in overlapping)
 
     def takes_over(self, record: LedgerRecord) -> bool:
-        """Return whether an overlapping attempt still makes steps long after the current one reported its end."""
+        """Return whether the record's attempt, which overlaps, still makes steps long after the current one's end."""
         other, over = self.others.get(record.attempt), self.current.over  # a silent attempt has not reported its end
         if over is None or other is None or record.activity is None or record.end is not None or record.step is None:
             return False
@@ -193,14 +193,11 @@ class Reporters:
         return self._overlaps(record.attempt, other) and newer and made_steps and record.t - over > _TAKEOVER_AFTER
 
     def _overlaps(self, name: str, other: OtherAttempt) -> bool:
-        """Return whether another attempt reported more than once, and when none of its records was expected."""
+        """Return whether another attempt reported at least twice, and well after its records should have ended."""
         return other.last > other.first and other.last - self._expected_until(name) > MAX_OVERLAP
 
     def _is_recent(self, now: float, t: float, first_received: float, received: float) -> bool:
-        """Return whether a last record with stamp `t` is current by the ledger's clock.
-
-        Any other stamp is that of a late record or of a wrong clock. Only the wrong clock's owner keeps reporting.
-        """
+        """Return whether a source's last stamp `t` is current, or the source keeps reporting with a wrong clock."""
         if now - self.silent_after <= t <= now + MAX_AHEAD:
             return True
         return now - received <= self.silent_after and received - first_received > MAX_OVERLAP

@@ -1,12 +1,12 @@
-"""Accounting of one run: cumulative snapshots in, exclusive seconds per bucket out. No clock and no files.
+"""Accounting of one run: turns cumulative snapshots into seconds per bucket. Reads no clock and no files.
 
-Everything is attributed up to the *frontier*, a time on the wall clock. Whatever moves the frontier attributes the
-seconds it passes, once. *Pending* is step time whose step has not ended. At every moment and on every history
+Every second up to the *frontier*, a wall-clock time, is attributed once. *Pending* is the time of steps that have not
+ended. For every run and at every moment
 
     sum of the buckets (without queue) + pending = frontier - first process start
 
-A record is cumulative and used at most once: one that shows less than earlier ones is late or a duplicate and changes
-nothing. docs/adr/0006-seconds-are-attributed-once.md has the rules.
+A record that shows less than an earlier one of its source changes nothing: it is late or a duplicate.
+docs/adr/0006-seconds-are-attributed-once.md has the rules.
 """
 
 from math import inf
@@ -19,12 +19,12 @@ from flopwatch.ledger.record import LedgerRecord
 from flopwatch.ledger.reporters import Reporters
 from flopwatch.ledger.slowdowns import Pace, Slowdown
 
-_QUEUES_AGAIN = ("preempted", "resized")  # planned ends after which a run waits for GPUs, which pages no one
+_QUEUES_AGAIN = ("preempted", "resized")  # planned ends after which a run waits for GPUs and is not down
 _MAX_PAST = 100  # ended attempts that a run remembers by name; older ones are recognised by their start
 
 
 class RunLedger:
-    """State machine of one run, in bounded memory whatever the length of its history."""
+    """Ledger of one run, fed with its records in order of arrival. Its memory is bounded however long the run lasts."""
 
     def __init__(
         self, tenant: str, name: str, silent_after: float, *, generation: int = 1, since: float = -inf
@@ -41,7 +41,7 @@ class RunLedger:
         self.attempts = 0
         self.ends = dict.fromkeys(ENDS, 0)
         self.history: dict[int, dict[str, Any]] = {}  # figures of the attempts before the current one
-        self.changed_history: set[int] = set()  # of those, which changed since the state was saved
+        self.changed_history: set[int] = set()  # attempts in `history` that changed since the state was saved
         self.left_out = 0  # attempts whose figures are no longer kept
         self.reporters = Reporters(silent_after)
         self.incidents = Incidents(self.reporters)
@@ -49,11 +49,11 @@ class RunLedger:
 
     @property
     def attempt(self) -> Attempt | None:
-        """Return the current attempt, or the last one; None before the first."""
+        """Return the current attempt, else the last one. None before the first attempt."""
         return self.reporters.attempt
 
     def apply(self, record: LedgerRecord, received: float | None = None) -> None:
-        """Take a record of this run; `received` is the ledger's time, in a replay the record's own stamp."""
+        """Apply a record of this run. `received` is its arrival in Unix time, by default the record's own stamp."""
         received = record.t if received is None else received
         self.first = received if self.first is None else self.first
         record = self.reporters.realign(record)
@@ -76,7 +76,6 @@ class RunLedger:
             self.buckets.seconds["queue"] = self.start - at
 
     def _take(self, record: LedgerRecord, received: float) -> None:
-        """Apply a record to the attempt it belongs to."""
         place = self.place(record)
         if place == "late":
             self.reporters.note_other(record, received)
@@ -89,7 +88,7 @@ class RunLedger:
             self._finish(record, record.end)
 
     def place(self, record: LedgerRecord) -> Literal["here", "next", "late"]:
-        """Return whether a record is of the current attempt, starts the next one, or is late and of an old one."""
+        """Return where a record belongs: to the current attempt (`here`), to the `next`, or to any other (`late`)."""
         attempt, born, past = self.attempt, record.born, self.reporters.past
         if attempt is None:
             return "late" if born is None else "next"
@@ -112,10 +111,7 @@ class RunLedger:
         return "next" if later or (news and not self.reporters.any_live(record.t)) else "late"
 
     def _is_restart(self, record: LedgerRecord, born: float | None, node: ReportingNode | None) -> bool:
-        """Return whether a record with the current attempt's name is of a restart, and no rank is left to carry on.
-
-        A process that replaces one rank while others carry on belongs to the same attempt.
-        """
+        """Return whether a record with the current attempt's name is from a restart of all ranks, not of one."""
         if born is None:
             return False
         if node is None:
@@ -125,7 +121,7 @@ class RunLedger:
         return newer and not self.reporters.any_live(record.t, but=node)
 
     def _open(self, record: LedgerRecord) -> None:
-        """Start the next attempt with its first record, and close or archive the one before."""
+        """Start the next attempt with its first record, and close and archive the attempt before it."""
         at = record.born if record.born is not None else record.t
         last, buckets = self.attempt, self.buckets
         carried = last is not None and self.reporters.takes_over(record)
@@ -158,7 +154,6 @@ class RunLedger:
         self.reporters.others.pop(record.attempt, None)
 
     def _archive(self, attempt: Attempt) -> None:
-        """Keep the figures of an attempt that another one follows."""
         self.history[attempt.number] = attempt.figures()
         self.changed_history.add(attempt.number)
         while len(self.history) >= MAX_HISTORY:
@@ -168,7 +163,7 @@ class RunLedger:
             self.left_out += 1
 
     def _observe(self, record: LedgerRecord, received: float) -> None:
-        """Store a snapshot in its node and, if that node is followed, move the frontier."""
+        """Store a record as its node's last report, and move the frontier if it is the node whose time is followed."""
         node = self.reporters.observe(record, received)
         if node is None:
             return
@@ -185,7 +180,6 @@ class RunLedger:
             self.buckets.commit(record.committed_step, record.t)
 
     def _take_position(self, node: ReportingNode, record: LedgerRecord) -> None:
-        """Store the step and the FLOPs that a node reports."""
         attempt, buckets, step = self.reporters.current, self.buckets, record.step
         if record.restored_step is not None and record.restored_step != node.restored:
             # It moved to another step without executing those in between.
@@ -203,7 +197,7 @@ class RunLedger:
                 buckets.take_flops(node, position, record.model_flops)
 
     def _follow(self, node: ReportingNode) -> None:
-        """Book the node's time up to its position, and settle the steps that have ended."""
+        """Attribute the node's time up to its last report. Time of ended steps becomes productive or lost."""
         attempt, buckets = self.reporters.current, self.buckets
         passed = buckets.follow(node)
         step = self.reporters.step_of(node)
@@ -222,7 +216,7 @@ class RunLedger:
         buckets.judge_window()
 
     def _settle_steps(self, attempt: Attempt, step: float, ended: float) -> None:
-        """Book the steps up to a new position, forward or back, and look for slowdowns among them."""
+        """Attribute the time of the steps up to `step`, which may be below the last one, and look for slowdowns."""
         begin, buckets = attempt.cursor, self.buckets
         new = begin >= buckets.mark and self.incidents.current is None
         progress = buckets.settle_steps(begin, step, ended)
@@ -233,7 +227,7 @@ class RunLedger:
             self.incidents.take_slowdown(slowdown)
 
     def _recover(self, at: float) -> None:
-        """Close the current incident and recovery with a step above the high-water mark."""
+        """Close the current incident and recovery, because a step above the high-water mark ended at `at`."""
         self.incidents.close_current(at)
         recovered = self.incidents.recover(at)
         if recovered is not None and recovered[0] in self.history:
@@ -241,7 +235,7 @@ class RunLedger:
             self.changed_history.add(recovered[0])
 
     def _finish(self, record: LedgerRecord, end: str) -> None:
-        """Take the end of a node, and close the attempt if that was its last one."""
+        """Store how a node ended. Close the attempt if none of its nodes is live or the whole run ended."""
         node = self.reporters.nodes.get(record.source)
         if node is not None and record.attempt:
             if record.t < node.t:
@@ -258,7 +252,7 @@ class RunLedger:
             self._close(record.t, end, "other" if end in END_OF_RUN else "lost")
 
     def _close(self, at: float, end: str, rest: str) -> None:
-        """End the attempt at a time, and book what is left of it; `rest` is the bucket after its last report."""
+        """End the attempt at `at` with status `end`. The time after its last report goes to the bucket `rest`."""
         attempt, buckets, nodes = self.reporters.current, self.buckets, self.reporters.nodes
         last_report, hung = attempt.start, 0.0
         if nodes:
@@ -290,7 +284,7 @@ class RunLedger:
             del past[next(iter(past))]
 
     def _close_pace(self, attempt: Attempt) -> Slowdown | None:
-        """Record the slowdowns that end with an attempt; return the stall that it died in, if any."""
+        """Record the slowdowns that end with an attempt, and return the stall under way at its end, or None."""
         stall = None
         for slowdown in attempt.pace.close():
             if slowdown.kind == "end":
@@ -300,14 +294,14 @@ class RunLedger:
         return stall
 
     def _advance(self, until: float, bucket: str) -> None:
-        """Move the frontier, all into one bucket; down time between two allocations holds no GPUs."""
+        """Move the frontier to `until` and attribute the time to `bucket`, without GPUs between two allocations."""
         attempt = self.reporters.current
         ended = attempt.end in ("preempted", *END_OF_RUN) or self.ended is not None
         released = bucket == "down" and (ended or self.resubmitted > attempt.start)
         self.buckets.advance_to(until, bucket, held=not released)
 
     def _end_by_hand(self, record: LedgerRecord) -> None:
-        """End a run whose attempt has already ended, or never started, if the record asks for that."""
+        """End the run if the record is a finish without attempt and no attempt is open."""
         if record.event != "finish" or record.attempt or record.end not in END_OF_RUN or self.ended is not None:
             return
         if self.attempt is not None and self.attempt.end is not None:
@@ -322,7 +316,7 @@ class RunLedger:
         self.incidents.recovering = None
 
     def give_up(self) -> None:
-        """End an abandoned run: it stopped when it last reported and was not down since then."""
+        """End an abandoned run as stopped at its last report, without down time since then."""
         if self.attempt is not None and self.attempt.end is None:
             last = max((x.t for x in self.reporters.nodes.values()), default=self.buckets.frontier)
             self._close(last, "silent", "down")
@@ -330,7 +324,7 @@ class RunLedger:
         self.incidents.settle_ready(over=True)
 
     def state(self, now: float | None = None) -> str:
-        """Return queued, running, down, completed or stopped; without a time, as of the last record."""
+        """Return queued, running, down, completed or stopped, as of `now` (Unix time) or else of the last record."""
         if self.ended is not None:
             return self.ended
         if self.attempt is None:
@@ -341,17 +335,17 @@ class RunLedger:
         return "queued" if self.attempt.end in _QUEUES_AGAIN else "down"
 
     def conflict(self, now: float) -> bool:
-        """Return whether two attempts report at the same time."""
+        """Return whether two attempts of the run report at the same time, as of `now` in Unix time."""
         return self.ended is None and self.reporters.is_reporting(now) and self.reporters.has_other(now)
 
     def wall(self, now: float) -> float:
-        """Return the seconds from the first process start to the end of the run or to now."""
+        """Return the run's wall-clock seconds, from its first process start to its end, or to `now` while it lasts."""
         if self.start is None:
             return 0.0
         frontier = self.buckets.frontier
         return (frontier if self.ended is not None else max(now, frontier)) - self.start
 
     def open(self, now: float) -> float:
-        """Return the seconds that are not attributed yet, because no later report confirms them."""
+        """Return the seconds up to `now` that are in no bucket yet, because no report shows how they were spent."""
         running = self.start is not None and self.ended is None
         return self.buckets.pending + (max(0.0, now - self.buckets.frontier) if running else 0.0)

@@ -1,8 +1,8 @@
-"""Slow stretches of a run, and stalls that ended, measured against the run's own pace. Pure functions of its records.
+"""Slow stretches and stalls of a run, compared with the run's own usual pace. docs/ledger.md defines both.
 
-docs/ledger.md defines both. An attempt is seen through its cumulative snapshots, every few seconds or once an hour.
-Usual values are medians over the last 60 minutes of steps and the last 16 checkpoints. A minute of a slow stretch does
-not count, until the stretch is four hours long: then its pace is the usual one. Steps executed again are ignored.
+Snapshots are cumulative and arrive every few seconds or once an hour. Usual values are medians over the last 60 minutes
+of steps and the last 16 checkpoints. They leave out slow stretches, until one is four hours long and its pace becomes
+the usual one. Steps executed again are ignored.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ WAITS = ("step", "data_stall", "checkpoint_save")  # activities that may hold an
 
 
 def shallow_dict(instance: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass by name. The values are not copied, as those of asdict() would be."""
+    """Return the fields of a dataclass by name. Unlike asdict(), it does not copy their values."""
     return {one.name: getattr(instance, one.name) for one in fields(instance)}
 
 
 @dataclass(slots=True)
 class Slowdown:
-    """A slow stretch, a stall, or a stall that ended with its attempt (kinds `slow`, `stall`, `end`)."""
+    """Slow stretch (`kind` is `slow`), stall (`stall`), or stall during which the attempt ended (`end`)."""
 
     kind: str
     waited: str  # the activity that most of it was, empty if unknown
@@ -44,7 +44,7 @@ class Slowdown:
 
 @dataclass(slots=True)
 class _Steps:
-    """Consecutive steps, and their seconds with waits for data."""
+    """Consecutive steps: their number, their seconds with waits for data, and the fewest GPUs held."""
 
     began: float
     ended: float
@@ -56,18 +56,16 @@ class _Steps:
 
     @property
     def pace(self) -> float:
-        """Return the mean seconds of a step."""
         return self.seconds / self.steps
 
     def add(self, more: _Steps) -> None:
-        """Append later steps."""
         self.ended, self.gpus, self.steps = more.ended, min(self.gpus, more.gpus), self.steps + more.steps
         self.seconds, self.data = self.seconds + more.seconds, self.data + more.data
 
 
 @dataclass(slots=True)
 class _Stretch:
-    """Consecutive minutes of slow steps, and what they cost so far."""
+    """Consecutive minutes of slow steps, and the seconds they cost beyond the usual so far."""
 
     began: float
     usual: float
@@ -82,14 +80,13 @@ class _Stretch:
     counts: bool = False
 
     def slowdown(self, *, over: bool) -> Slowdown:
-        """Return the stretch as a slowdown."""
         waited = "data_stall" if self.data > self.seconds / 2 else ""
         return Slowdown("slow", waited, self.began, self.ended, self.seconds, self.gpu_seconds, over)
 
 
 @dataclass(slots=True)
 class Pace:
-    """Pace of one attempt: its usual step, and the slowdowns that its reports show."""
+    """Pace of one attempt: the usual seconds of its steps and checkpoints, and the slowdowns found by comparison."""
 
     since: float  # when the last step was made
     gpus: float | None = None  # the fewest since then
@@ -105,7 +102,7 @@ class Pace:
     stretch: _Stretch | None = None
 
     def passed(self, seconds: Mapping[str, float], gpus: float, *, still: bool) -> None:
-        """Add seconds per activity; `still` if no step was made in them."""
+        """Add seconds per activity in which `gpus` GPUs were held. `still` is True if no step was made in them."""
         self.gpus = gpus if self.gpus is None else min(gpus, self.gpus)
         for name in WAITS:
             if name in seconds:
@@ -114,10 +111,7 @@ class Pace:
                     self.still[name] = self.still.get(name, 0.0) + seconds[name]
 
     def made(self, steps: float, seconds: float, at: float) -> Iterator[Slowdown]:
-        """Add `steps` that were new and took `seconds`, the last one at the time `at`; yield the slowdowns they show.
-
-        With no steps the position moved in another way, such as a rollback.
-        """
+        """Add `steps` new steps that took `seconds` and ended at `at` (Unix time). Yield the slowdowns they show."""
         began, waits, still, charged, gpus = self.since, self.waits, self.still, self.charged, self.gpus or 0.0
         self.since, self.gpus, self.waits, self.still, self.charged = at, None, {}, {}, False
         if steps <= 0 or charged:
@@ -137,12 +131,12 @@ class Pace:
             yield Slowdown("stall", max(lost, key=lost.__getitem__), began, at, total, total * gpus)
 
     def following(self, since: float) -> Pace:
-        """Return the pace of the next attempt, which inherits the usual values."""
+        """Return the pace of the next attempt, which starts at `since` (Unix time) and inherits the usual values."""
         usual = self._usual()
         return Pace(since, saves=list(self.saves), before=self.before if usual is None else list(usual))
 
     def close(self) -> Iterator[Slowdown]:
-        """Yield the slowdowns that end with the attempt; the stall that it died in has the kind `end`."""
+        """Yield the slowdowns that end with the attempt. A stall during which it ended has the kind `end`."""
         lost = {} if self.charged else self._stalled(0.0, {**self.waits, "step": 0.0}, self.still)
         if lost:
             began, gpus = self.since, self.gpus or 0.0
@@ -157,7 +151,7 @@ class Pace:
         self.last = self.minute = self.stretch = None
 
     def _move_wait(self, lost: dict[str, float], last: _Steps) -> float:
-        """Move the unusual wait of the steps before a stall into the stall's `lost`; return the seconds moved."""
+        """Move the unusual waits of the steps before a stall into `lost`, and return the seconds moved."""
         moved, usual = 0.0, self._usual() or self.before
         if "data_stall" in lost and usual is not None:
             moved = max(0.0, last.data - last.steps * usual[1])
@@ -169,7 +163,7 @@ class Pace:
         return moved
 
     def _take(self, steps: _Steps) -> Iterator[Slowdown]:
-        """Add steps to the current minute; once that is complete, yield the slowdowns it shows."""
+        """Add steps to the current minute of steps. Yield the slowdowns that the minute shows once it is complete."""
         if self.minute is None:
             self.minute = steps
         else:
@@ -179,13 +173,13 @@ class Pace:
             yield from self._judge(minute)
 
     def _usual(self) -> tuple[float, float] | None:
-        """Return the usual seconds of a step with its wait for data, and of that wait; None if too few are known."""
+        """Return the usual seconds of a step (with its wait for data) and of that wait, None if too few are known."""
         if sum(seconds for *_, seconds in self.minutes) < _MIN_KNOWN_SECONDS or len(self.minutes) < _MIN_KNOWN_MINUTES:
             return None
         return median(pace for pace, *_ in self.minutes), median(data for _, data, _ in self.minutes)
 
     def _stalled(self, steps: float, waits: Mapping[str, float], still: Mapping[str, float]) -> dict[str, float]:
-        """Return the seconds beyond the usual, per activity that held the attempt up."""
+        """Return the seconds beyond the usual for each activity that stalled the attempt."""
         usual = self._usual() or self.before
         if usual is None:
             return {}
@@ -204,7 +198,7 @@ class Pace:
         return lost
 
     def _judge(self, minute: _Steps) -> Iterator[Slowdown]:
-        """Add a minute of steps to the usual ones or to a slow stretch; yield that stretch if it counts."""
+        """Add a minute of steps to the usual minutes or to a slow stretch. Yield the stretch once it is long enough."""
         seconds = [round(minute.pace, 6), round(minute.data / minute.steps, 6), round(minute.seconds, 1)]
         stretch = self.stretch
         if stretch is None:
@@ -237,14 +231,14 @@ class Pace:
             self.stretch, self.minutes = None, [seconds]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the state to save."""
+        """Return the attempt's pace to save in the ledger's file."""
         state = shallow_dict(self)
         parts = {name: state[name] for name in _PARTS}
         return state | {name: None if part is None else asdict(part) for name, part in parts.items()}
 
     @classmethod
     def from_json(cls, state: Mapping[str, Any]) -> Pace:
-        """Return a saved pace."""
+        """Restore an attempt's pace from its saved state."""
         values = dict(state)
         for name, kind in _PARTS.items():
             if values.get(name) is not None:

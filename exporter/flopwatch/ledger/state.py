@@ -1,7 +1,4 @@
-"""Saved state of a run: format 3 of the ledger's file, and reading of formats 1 and 2.
-
-A run is one JSON object, without what has a row of its own: its nodes, earlier attempts, incidents and evidence.
-"""
+"""Conversion of a run to and from its rows in the ledger's file. Writes format 3 and reads formats 1 to 3."""
 
 from collections.abc import Iterator, Mapping
 from math import inf
@@ -14,7 +11,7 @@ from flopwatch.ledger.incidents import Incident
 from flopwatch.ledger.reporters import OtherAttempt
 from flopwatch.ledger.run import RunLedger
 
-# Saved keys in their order, after the part of the run they are in: `key`, or `key=attribute` if the attribute differs.
+# Per line an attribute of RunLedger and its saved keys, in order. `key=attribute` if the attribute has another name.
 _LAYOUT = """: tenant name
 reporters: silent_after last clock past set_back=clock_offsets rivals=others
 buckets: frontier
@@ -35,7 +32,7 @@ _TIMES = ("since", "last", "resubmitted", "clock", "horizon")  # may be -inf, wh
 
 
 def to_json(run: RunLedger) -> dict[str, Any]:
-    """Return the state of a run to save, without the parts that `changed_rows` yields."""
+    """Return a run's state for the table `runs`, without its nodes, ended attempts, incidents and evidence."""
     state = {key: getattr(getattr(run, part) if part else run, name) for key, part, name in _KEYS}
     state |= {name: None for name in _TIMES if state[name] == -inf}
     # The first step of another attempt is left out if it is unknown.
@@ -50,7 +47,7 @@ def from_json(
     incidents: Mapping[int, Mapping[str, Any]] = MappingProxyType({}),
     evidence: Mapping[str, list[Any]] = MappingProxyType({}),
 ) -> RunLedger:
-    """Return a saved run. Raises ValueError, TypeError or LookupError if the state is damaged."""
+    """Restore a run from its saved state and rows. Raises ValueError, TypeError or LookupError if they are damaged."""
     values = {"first": 0.0} | dict(state)
     values |= {name: -inf for name in _TIMES if values.get(name) is None}
     for name in ("settled", "badput"):
@@ -78,7 +75,7 @@ def from_json(
 
 
 def changed_rows(run: RunLedger) -> Iterator[tuple[str, str | int, Any]]:
-    """Yield table, key and state of each row that changed since this was last called; a state of None is a deletion."""
+    """Yield (table, key, state) of each row of a run that changed since the last call. State None deletes it."""
     nodes, incidents, evidence = run.reporters.nodes, run.incidents.by_number, run.incidents.evidence
     for source in run.reporters.changed:
         yield "sources", source, nodes[source].to_json() if source in nodes else None

@@ -1,9 +1,9 @@
-"""State of the ledger on disk: SQLite in WAL mode, owned by one process at a time.
+"""Ledger on disk: an SQLite file in WAL mode, owned by one process at a time.
 
-When `apply` returns, its records are on disk (synchronous=FULL). Only what is on disk is served: when a write fails,
-the state in memory is dropped and read again. Deliveries that arrive during a write share the next transaction. A run
-is served for a day after its end. One that is silent for `abandoned_after` is given up: it stopped when it last
-reported. A start within a day continues the same run.
+When `apply` returns, its records are on disk (synchronous=FULL). After a failed write, the state in memory is dropped
+and read again from disk. Deliveries that arrive during a write share the next transaction. A run is served for a day
+after its end. A run that is silent for `abandoned_after` seconds is ended as stopped at its last report, and a start
+within a day continues it.
 """
 
 import fcntl
@@ -33,8 +33,7 @@ RETENTION = 24 * 3600.0  # seconds for which a run is served after its end was r
 ABANDONED_AFTER = 30 * 24 * 3600.0
 _CATCH_UP = 600.0  # seconds after a start in which no run is given up, so that senders can report first
 _VERSION = 3
-# WAL needs locks and memory shared within one kernel: https://www.sqlite.org/wal.html, "does not work over a network
-# filesystem".
+# WAL "does not work over a network filesystem": https://www.sqlite.org/wal.html.
 _NETWORK = re.compile(
     r"nfs4?|cifs|smb3|smbfs|ceph|lustre|gpfs|beegfs|glusterfs|afs|pvfs2|orangefs|wekafs|panfs"
     r"|fuse\.(sshfs|ceph|glusterfs|juicefs|s3fs|gcsfuse)"
@@ -53,7 +52,7 @@ _PARTS = {"sources": "source", "attempts": "number", "incidents": "number", "evi
 
 
 class NoSuchRun(Exception):
-    """No run has this name, or with `several` more than one tenant's run has it."""
+    """Exception raised if no run has the name, or with `several` if runs of several tenants have it."""
 
     def __init__(self, message: str, several: bool = False) -> None:
         super().__init__(message)
@@ -61,12 +60,12 @@ class NoSuchRun(Exception):
 
 
 class AlreadyEnded(ValueError):
-    """The run to close has already ended."""
+    """Exception raised if the run to close has already ended."""
 
 
 @dataclass(slots=True)
 class _Delivery:
-    """Records to apply together, and the outcome."""
+    """Records of one call of `apply`, whether they were applied, and the error if that failed."""
 
     records: list[LedgerRecord]
     done: bool = False
@@ -87,7 +86,7 @@ def filesystem(path: Path, mounts: str) -> str:
 
 
 class Store:
-    """Persistent ledger, safe to use from several threads."""
+    """Ledger in an SQLite file, safe to use from several threads."""
 
     def __init__(
         self,
@@ -101,8 +100,8 @@ class Store:
     ) -> None:
         """Open or create the file. Raises SettingsError if that fails or another process has it open.
 
-        For `new_for` seconds the counters of a new run are served as 0. A run is given up after `abandoned_after`
-        seconds of silence.
+        All times are in seconds. A node is silent after `silent_after` without a report, and a run is ended as
+        abandoned after `abandoned_after`. For `new_for`, the counters of a new run are served as 0.
         """
         self._path = path
         self._silent_after = silent_after
@@ -147,10 +146,7 @@ class Store:
             os.close(self._guard)
 
     def apply(self, lines: Iterable[object]) -> None:
-        """Apply records, all or none, and return once they are on disk.
-
-        Raises RecordError for the first malformed record, sqlite3.Error if they could not be written.
-        """
+        """Apply decoded JSON records, all or none, and write them to disk. Raises RecordError or sqlite3.Error."""
         records = []
         for number, line in enumerate(lines, 1):
             try:
@@ -169,19 +165,19 @@ class Store:
             raise delivery.error
 
     def families(self, now: float) -> list[Sample]:
-        """Return the samples of all runs that are served."""
+        """Return the samples of all runs that are served, as of `now` in Unix time."""
         with self._lock:
             ledger = self._read()
             self._forget(ledger, now)
             return ledger.families(now, self._new(ledger, now))
 
     def summary(self, now: float | None = None) -> dict[str, Any]:
-        """Return the summary of every run, as `flopwatch ledger replay --json` prints it."""
+        """Return the summary of every run as of `now`, in the form that `flopwatch ledger replay --json` prints."""
         with self._lock:
             return self._read().summary(now)
 
     def listing(self) -> list[dict[str, Any]]:
-        """Return a row of figures for each run, as of now."""
+        """Return one JSON object per run, as of now: its state, attempts, goodput and seconds since its last record."""
         with self._lock:
             ledger, now = self._read(), self._clock()
             self._forget(ledger, now)
@@ -194,14 +190,14 @@ class Store:
             return rows
 
     def figures(self, run: str, tenant: str | None = None) -> dict[str, Any]:
-        """Return the whole record of a run, as of now. Raises NoSuchRun."""
+        """Return a run's summary, buckets, attempts and incidents, as of now. Raises NoSuchRun."""
         with self._lock:
             ledger, now = self._read(), self._clock()
             self._forget(ledger, now)
             return views.figures(self._find(ledger, run, tenant), now)
 
     def close_run(self, run: str, tenant: str | None = None, status: str = "stopped") -> dict[str, Any]:
-        """End a run by hand and return its state before. Raises NoSuchRun, AlreadyEnded, RecordError, sqlite3.Error."""
+        """End a run and return its previous state. Raises NoSuchRun, AlreadyEnded, RecordError or sqlite3.Error."""
         with self._lock:
             ledger, now = self._read(), self._clock()
             self._forget(ledger, now)
@@ -214,7 +210,7 @@ class Store:
 
     @staticmethod
     def _find(ledger: Ledger, run: str, tenant: str | None) -> RunLedger:
-        """Return the run of this name. Raises NoSuchRun."""
+        """Return the run with this name, of any tenant if `tenant` is None. Raises NoSuchRun for no or several runs."""
         tenants = sorted(key[0] for key in ledger.runs if key[1] == run and tenant in (None, key[0]))
         if not tenants:
             raise NoSuchRun(f"no run {run!r}" + (f" of tenant {tenant!r}" if tenant is not None else ""))
@@ -224,7 +220,7 @@ class Store:
         return ledger.runs[tenants[0], run]
 
     def _take(self, deliveries: list[_Delivery]) -> None:
-        """Apply deliveries and write them in one transaction; set `done` and `error` of each."""
+        """Apply deliveries and write them in one transaction. Set `done` and `error` of each."""
         now = self._clock()
         try:
             ledger = self._read()
@@ -253,7 +249,7 @@ class Store:
                 delivery.done = True
 
     def _new(self, ledger: Ledger, now: float) -> set[RunKey]:
-        """Return the runs to serve at 0. A run once served in full is never new again, even if the clock goes back."""
+        """Return the keys of new runs, whose counters are served as 0. A run once served in full is never new again."""
         firsts = {key: run.first for key, run in ledger.runs.items()}
         known = {key for key, first in self._known.items() if key in firsts and firsts[key] == first}
         unknown = {key: first for key, first in firsts.items() if key not in known and first is not None}
@@ -262,7 +258,7 @@ class Store:
         return new
 
     def _open(self) -> sqlite3.Connection:
-        """Return a connection to the file; move a damaged file aside and start with a new one."""
+        """Return a connection to the file. Move a damaged file aside and start with an empty one."""
         try:
             return self._connect()
         except SettingsError:
@@ -276,7 +272,7 @@ class Store:
             return self._connect()
 
     def _connect(self) -> sqlite3.Connection:
-        """Return a connection to a file that was checked, upgraded and read."""
+        """Check, upgrade and read the file, and return a connection to it."""
         db = sqlite3.connect(self._path, timeout=10, check_same_thread=False)
         try:
             db.execute("PRAGMA journal_mode=WAL")
@@ -298,7 +294,6 @@ class Store:
         return db
 
     def _set_aside(self) -> Path:
-        """Rename the files of a damaged database, and return the new name."""
         now = datetime.fromtimestamp(self._clock(), timezone.utc)
         kept = self._path.with_name(f"{self._path.name}.corrupt-{now:%Y%m%dT%H%M%S.%f}Z")
         for suffix in ("", "-wal", "-shm"):
@@ -307,7 +302,7 @@ class Store:
         return kept
 
     def _read(self) -> Ledger:
-        """Return the ledger in memory; read it from disk if memory was dropped."""
+        """Return the ledger in memory, after reading it from disk if memory was dropped."""
         if self._ledger is None:
             ledger = Ledger(self._silent_after)
             received: dict[RunKey, float] = {}
@@ -325,7 +320,7 @@ class Store:
         return self._ledger
 
     def _write(self, ledger: Ledger, changed: set[RunKey], now: float) -> None:
-        """Write the changed runs, and delete the forgotten ones, in one transaction."""
+        """Write the changed runs and delete the forgotten ones, in one transaction."""
         self._received |= dict.fromkeys(changed, now)
         self._forget(ledger, now)
         with self._db as db:
@@ -347,7 +342,7 @@ class Store:
         self._given_up.clear()
 
     def _forget(self, ledger: Ledger, now: float) -> None:
-        """Stop serving runs that ended long ago and give up abandoned ones. The next delivery writes this to disk."""
+        """Stop serving runs that ended long ago, and end abandoned runs. The next write stores both on disk."""
         for key, run in list(ledger.runs.items()):
             silent = now - self._received[key]
             if run.ended is not None and silent > RETENTION:

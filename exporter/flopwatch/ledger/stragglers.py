@@ -1,9 +1,8 @@
-"""Cost of stragglers: productive time of a run that went into waiting for one rank or one host.
+"""Cost of stragglers: productive GPU-seconds of a run that ranks spent waiting for one rank or one host.
 
-In synchronous training the straggler is the rank that waits least. Its score in a window is the upper median of the
-wait shares of the ranks at its place in the pipeline minus its own share: the part of each step that it costs. As in
-the recording rules (docs/stragglers.md), a straggler is named after three windows in a row. None is named if another
-rank is nearly as slow, if work is uneven, or if a rank is not measured.
+The straggler of synchronous training is the rank that waits least. The score of a rank is the share of each step that
+it costs, in a window of two minutes. It is the upper median of the wait shares at the rank's place in the pipeline
+minus its own share. docs/stragglers.md has the rules.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +22,7 @@ _Name = TypeVar("_Name", SourceRank, str)
 
 
 class RankWait(NamedTuple):
-    """Seconds that a rank has waited for other ranks so far, over the steps that were measured."""
+    """Totals of one rank over its measured steps: steps, their seconds, seconds waited for other ranks, and tokens."""
 
     rank: int
     place: str  # in the pipeline
@@ -36,7 +35,7 @@ class RankWait(NamedTuple):
 
 @dataclass(slots=True)
 class StragglerTally:
-    """Straggler of the last windows, and the GPU-seconds to count once it is confirmed."""
+    """Straggler of the last windows, and the GPU-seconds it cost, which count once it is confirmed."""
 
     who: str = ""  # rank or host, under the name of the saved state; codespell:ignore who
     windows: int = 0  # in a row
@@ -46,7 +45,7 @@ class StragglerTally:
     number: int = 0  # of the window
 
     def judge(self, straggler: tuple[str, float] | None, productive: float) -> float:
-        """Add a window's straggler and productive GPU-seconds; return the GPU-seconds lost to a confirmed one."""
+        """Add a window's straggler (name, score) and productive GPU-seconds. Return those that a confirmed one cost."""
         name, score = ("", 0.0) if straggler is None else straggler
         if name != self.who or not name:  # codespell:ignore who
             self.who, self.windows, self.waiting = name, 0, 0.0  # codespell:ignore who
@@ -61,7 +60,7 @@ class StragglerTally:
 def find_straggler(
     then: Mapping[str, Sequence[RankWait]], now: Mapping[str, Sequence[RankWait]]
 ) -> tuple[str, float] | None:
-    """Return the straggling rank or host between two times and its score, or None, by the waits of each source."""
+    """Return name and score of the rank or host that straggled from `then` to `now`, or None. Waits are by host."""
     shares: dict[SourceRank, tuple[str, float]] = {}
     tokens: dict[SourceRank, float] = {}
     for source, waits in now.items():
@@ -95,7 +94,7 @@ def find_straggler(
 
 
 def _clear_highest(scores: Mapping[_Name, float]) -> _Name | None:
-    """Return the name whose score is the highest by far, or None."""
+    """Return the name with the highest score if the second is at most 75 % of it, else None."""
     first, second = nlargest(2, scores, key=scores.__getitem__)
     return first if scores[first] > 0 and scores[second] <= _MAX_SECOND * scores[first] else None
 

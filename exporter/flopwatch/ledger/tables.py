@@ -1,7 +1,4 @@
-"""Text and CSV tables of the ledger's answers, for `flopwatch ledger list | show | export`.
-
-Names in the answers come from other users, so characters that a terminal or a spreadsheet would interpret are replaced.
-"""
+"""Text and CSV tables for `flopwatch ledger list | show | export`. Names are made safe for terminal and spreadsheet."""
 
 import csv
 import io
@@ -18,7 +15,7 @@ _MAX_SHOWN = 10  # of the last attempts and incidents
 
 
 def runs_table(runs: Sequence[Mapping[str, Any]]) -> str:
-    """Return a table with a line per run."""
+    """Return a text table with one line per run, from the JSON objects that the ledger's API returns."""
     if not runs:
         return "no runs"
     lines = [["tenant", "run", "state", "attempts", "step", "goodput", "wall clock", "last report"]]
@@ -33,7 +30,7 @@ def runs_table(runs: Sequence[Mapping[str, Any]]) -> str:
 
 
 def run_table(record: Mapping[str, Any]) -> str:
-    """Return where a run's time went, and its last attempts and incidents, as text."""
+    """Return a run's summary, buckets, and last ten attempts and incidents as text, from the API's JSON object."""
     name = f"{printable(record['tenant'])}/{record['run']}" if record["tenant"] else record["run"]
     summary = record["summary"]
     text = summary_text(printable(name), {**summary, "buckets": record["buckets"]})
@@ -73,7 +70,7 @@ def _attempts_table(record: Mapping[str, Any]) -> str:
 
 
 def attempts_csv(record: Mapping[str, Any]) -> str:
-    """Return a run's record as CSV with a row per attempt."""
+    """Return a run's attempts as CSV, one row each with seconds per bucket, GPU-seconds and incident."""
     buckets = [bucket for bucket in BUCKETS if bucket not in ("down", "queue")]
     facts = ["number", "attempt", "begin", "end", "status", "first_step", "last_step", "committed_step"]
     facts += ["gpus", "nodes"]
@@ -97,10 +94,7 @@ def attempts_csv(record: Mapping[str, Any]) -> str:
 
 
 def _cell(value: object) -> object:
-    """Return a cell that a spreadsheet does not run as a formula.
-
-    See https://owasp.org/www-community/attacks/CSV_Injection.
-    """
+    """Return a cell that no spreadsheet runs as a formula: https://owasp.org/www-community/attacks/CSV_Injection."""
     if not isinstance(value, str):
         return value
     text = printable(value)
@@ -116,7 +110,6 @@ def _what(incident: Mapping[str, Any]) -> str:
 
 
 def _cause(incident: Mapping[str, Any] | None) -> str:
-    """Return cause, confidence and place of an incident as text."""
     if incident is None:
         return ""
     place = " ".join(incident[name] for name in ("host", "gpu", "port") if incident[name])

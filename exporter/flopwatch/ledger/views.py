@@ -1,4 +1,4 @@
-"""Views of a run: the samples of `/metrics`, its summary, and its whole record."""
+"""Views of a run: samples for `/metrics`, a summary, and for the API its summary with attempts and incidents."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ STATES = ("queued", "running", "down", "completed", "stopped")
 
 
 def families(run: RunLedger, now: float, *, new: bool = False) -> list[Sample]:
-    """Return every sample of a run; a new one has its counters at 0 and all its wall clock open."""
+    """Return all samples of a run as of `now` (Unix time). A `new` run has counters at 0 and all its time open."""
     names, buckets, losses = (run.tenant, run.name), run.buckets, run.incidents
     samples: list[Sample] = []
 
@@ -58,7 +58,7 @@ def families(run: RunLedger, now: float, *, new: bool = False) -> list[Sample]:
 
 
 def summary(run: RunLedger, at: float | None = None) -> dict[str, Any]:
-    """Return the figures of a run at a time, or else as of its last record; an unknown ratio is None."""
+    """Return a run's totals and ratios as of `at` (Unix time), or else of its last record. An unknown ratio is None."""
     buckets, losses = run.buckets, run.incidents
     now = run.reporters.last if at is None else at
     wall = run.wall(now)
@@ -82,7 +82,7 @@ def summary(run: RunLedger, at: float | None = None) -> dict[str, Any]:
 
 
 def figures(run: RunLedger, now: float) -> dict[str, Any]:
-    """Return the whole record of a run: its summary, attempts and incidents, oldest first."""
+    """Return a run's summary, buckets, attempts and incidents (oldest first) as the API's JSON object."""
     totals, losses = summary(run, now), run.incidents
     incidents = {number: incident.figures(losses.evidence) for number, incident in losses.by_number.items()}
     if losses.current is not None:

@@ -1,8 +1,4 @@
-"""Collection of a report's figures from Prometheus and, for each single loss, from the ledger.
-
-Single losses are in no series, since each would need one of its own. A figure whose series are absent is None and is
-never estimated.
-"""
+"""Collection of a run's report: values from Prometheus, single losses from the ledger. An absent value is None."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
@@ -14,12 +10,12 @@ from flopwatch.report.model import GOOD, CheckpointSummary, Firing, Outlier, Rep
 from flopwatch.report.queries import MAX_OUTLIERS, RUN_MFU, RunQueries
 from flopwatch.report.statistics import checkpoint_interval, mean_time_between
 
-# Fields of a loss with the same name in the ledger's record.
+# Fields of ReportedLoss with the same name in the ledger's incident.
 _SAME_IN_RECORD = ("began", "back", "cause", "confidence", "host", "why", "gpu_seconds", "settled")
 
 
 def collect(queries: RunQueries, price: float | None = None, ledger: LedgerClient | None = None) -> RunReport:
-    """Return the report of a run; `price` is that of a GPU-hour. Raises SettingsError."""
+    """Query the report of a run. `price` is per GPU-hour. Raises SettingsError for an unknown run or a failed query."""
     run = queries.run
     began, tenant = queries.start()
     losses = None if ledger is None else _losses(ledger.record(run, tenant))
@@ -80,7 +76,7 @@ def collect(queries: RunQueries, price: float | None = None, ledger: LedgerClien
 def _checkpoints(
     queries: RunQueries, running: float, saving: float, mttf: float | None, mttr: float
 ) -> CheckpointSummary:
-    """Return a summary of the checkpoints in the seconds that the run was running and saving."""
+    """Return number, cost and best interval of checkpoints. All arguments but `queries` are in seconds."""
     commits = round(queries.changes(m.RUN_COMMITTED_STEPS))
     blocking, interval = saving / commits if commits else 0.0, None
     if commits and mttf is not None:
@@ -89,7 +85,6 @@ def _checkpoints(
 
 
 def _losses(record: Mapping[str, Any]) -> list[ReportedLoss]:
-    """Return the losses in a ledger's record, in order of time."""
     losses = []
     for one in record["incidents"]:
         what = one["status"] if one.get("kind", "end") == "end" else one["kind"]
@@ -99,7 +94,7 @@ def _losses(record: Mapping[str, Any]) -> list[ReportedLoss]:
 
 
 def _hosts(alerts: Iterable[Firing], losses: Iterable[ReportedLoss]) -> list[Outlier]:
-    """Return the hosts that cost most, then those with the most alerts."""
+    """Return the hosts with the most lost GPU-seconds, then those with the most alerts."""
     fired: defaultdict[str, Counter[str]] = defaultdict(Counter)
     cost: dict[str, float] = {}
     for firing in alerts:

@@ -1,4 +1,4 @@
-"""Figures of a report, as `flopwatch report --format json` prints them."""
+"""Data of a run's report, in the form that `flopwatch report --format json` prints."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ OPEN, GOOD = "open", ("productive", "generation")
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Part of the run's wall clock, in Unix time, and its seconds per bucket."""
+    """Interval of a run's wall clock, begin and end in Unix time, and its seconds per bucket."""
 
     begin: float
     end: float
@@ -18,7 +18,7 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Firing:
-    """Time in which an alert fired on the run or on one of its hosts."""
+    """Period, in Unix time, in which an alert fired about the run or about one of its hosts."""
 
     name: str
     severity: str
@@ -30,7 +30,7 @@ class Firing:
 
 @dataclass(frozen=True, slots=True)
 class CauseTotal:
-    """Losses with one cause, as the ledger settled them."""
+    """Number of a run's settled incidents with one cause, and the GPU-seconds they cost."""
 
     cause: str
     incidents: int
@@ -39,7 +39,7 @@ class CauseTotal:
 
 @dataclass(frozen=True, slots=True)
 class ReportedLoss:
-    """One loss from the ledger's record. Until it is settled, its cost and its cause may change."""
+    """One incident of a run from the ledger. Until it is settled, its cost and its cause may change."""
 
     began: float
     back: float | None  # when the run made a new step again
@@ -55,7 +55,7 @@ class ReportedLoss:
 
 @dataclass(frozen=True, slots=True)
 class Outlier:
-    """A rank, a host or a port that stands out, with its place and the reason."""
+    """Rank, host or port that stands out, its place (such as host and GPU) and the reason as text."""
 
     name: str
     place: str
@@ -64,7 +64,7 @@ class Outlier:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSummary:
-    """Checkpoints of the run, and how often it saved."""
+    """Number of durable checkpoints of a run, the last step saved, seconds per save, and actual and best interval."""
 
     commits: int
     committed_step: float | None
@@ -74,7 +74,7 @@ class CheckpointSummary:
 
 @dataclass(frozen=True, slots=True)
 class RunReport:
-    """Figures of one run: times in Unix time or seconds, ratios from 0 to 1, None if unknown."""
+    """Report of one run. Times are Unix time, durations seconds, ratios from 0 to 1. An unknown value is None."""
 
     run: str
     tenant: str
@@ -114,5 +114,5 @@ class RunReport:
     price: float | None = None  # of a GPU-hour
 
     def lost_gpu_seconds(self) -> float:
-        """Return the GPU-seconds held without progress, as far as they are attributed."""
+        """Return the attributed GPU-seconds that are neither productive nor generation."""
         return sum(seconds for bucket, seconds in self.gpu_seconds.items() if bucket not in GOOD)

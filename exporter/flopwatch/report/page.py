@@ -1,7 +1,4 @@
-"""A report as a self-contained HTML page, as Markdown and as JSON.
-
-The page has no script and fetches nothing. All names are escaped, since a run may have any name.
-"""
+"""Report of a run as HTML, Markdown or JSON. The HTML page is self-contained, has no script, and escapes all names."""
 
 import json
 from collections.abc import Iterable
@@ -77,7 +74,6 @@ def _render(name: str, report: RunReport) -> str:
 
 
 def _view(report: RunReport) -> dict[str, Any]:
-    """Return the variables of the templates: texts, rows and coordinates."""
     losses = sorted(report.losses or [], key=lambda loss: -loss.gpu_seconds)
     more_losses, more_alerts = len(losses) - MAX_LOSSES, len(report.alerts) - MAX_ALERTS
     places = (("Stragglers", "Rank"), ("Hosts with alerts", "Host"), ("Worst links", "Port"))
@@ -132,7 +128,7 @@ def _tile(title: str, value: str, notes: Iterable[str]) -> dict[str, Any]:
 
 
 def _ratio(title: str, value: float | None, references: Iterable[Reference], needs: str) -> dict[str, Any]:
-    """Return the tile of a ratio with its references, or with what it `needs` if it is unknown."""
+    """Return the tile of a ratio such as MFU with published values, or with the text `needs` if it is unknown."""
     marks = [
         {"x": f"{240 * one.low:.1f}", "width": f"{max(2.0, 240 * (one.high - one.low)):.1f}", "text": one.name}
         for one in references
@@ -175,7 +171,6 @@ def _lost(report: RunReport) -> str:
 
 
 def _timeline(report: RunReport) -> dict[str, Any]:
-    """Return bars, legend, MFU line, ticks and alert marks of the timeline."""
     wall = max(report.wall_seconds, 1e-9)
 
     def x(time: float) -> float:
@@ -251,7 +246,7 @@ def _hours(seconds: float) -> str:
 
 
 def _cost(report: RunReport, gpu_seconds: float) -> str:
-    """Return the price of GPU-seconds; empty if the report has no price."""
+    """Return the price of GPU-seconds as text, empty if the report has no price."""
     return "" if report.price is None else f"{gpu_seconds / 3600 * report.price:,.2f}"
 
 
@@ -266,7 +261,6 @@ def _lasted(event: Firing | ReportedLoss) -> str:
 
 
 def _cause(loss: ReportedLoss) -> str:
-    """Return the cause of a loss with its confidence."""
     confidence = [loss.confidence] if loss.confidence != "none" else []
     return ", ".join([_words(loss.cause), *confidence, *([] if loss.settled else ["so far"])])
 
@@ -276,5 +270,4 @@ def _moment(time: float) -> str:
 
 
 def _md(text: str) -> str:
-    """Return a text with the special characters of Markdown escaped."""
     return "".join(f"\\{letter}" if letter in "\\`*_{}[]<>()#+!|" else letter for letter in text.replace("\n", " "))

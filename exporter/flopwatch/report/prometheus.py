@@ -15,37 +15,37 @@ MAX_POINTS = 11_000  # of a series in one answer of Prometheus
 
 @dataclass(frozen=True, slots=True)
 class TimeSeries:
-    """A series with its points: Unix time and value."""
+    """Prometheus series: its labels and its points (Unix time, value)."""
 
     labels: dict[str, str]
     points: list[tuple[float, float]]
 
 
 class PrometheusClient:
-    """Query API at a URL: a Prometheus, or a Mimir, Thanos or VictoriaMetrics under a path of its own."""
+    """Client of a Prometheus query API at `url`, also of Mimir, Thanos or VictoriaMetrics below a URL path."""
 
     def __init__(self, url: str, token_file: Path | None = None, timeout: float = 60.0) -> None:
         self._url, self._token_file, self._timeout = url.rstrip("/"), token_file, timeout
         self._tls = client_tls(None)
 
     def query(self, query: str, at: float) -> list[TimeSeries]:
-        """Return the result of a query at a time, one point per series. Raises SettingsError."""
+        """Return the series of an instant query at the Unix time `at`. Raises SettingsError if it fails."""
         result = self._request("query", {"query": query, "time": f"{at:.3f}"})
         return [TimeSeries(one["metric"], _points([one["value"]])) for one in result]
 
     def query_range(self, query: str, start: float, end: float, step: float) -> list[TimeSeries]:
-        """Return the result of a query over a time range, every `step` seconds. Raises SettingsError."""
+        """Return the series of a query from `start` to `end` (Unix time) every `step` seconds. Raises SettingsError."""
         step = max(step, (end - start) / MAX_POINTS + 1e-3)
         times = {"start": f"{start:.3f}", "end": f"{end:.3f}", "step": f"{step:.3f}"}
         result = self._request("query_range", {"query": query, **times})
         return [TimeSeries(one["metric"], _points(one["values"])) for one in result]
 
     def value(self, query: str, at: float) -> float | None:
-        """Return the only value of a query at a time, or None. Raises SettingsError."""
+        """Return the first value of an instant query at the Unix time `at`, None without one. Raises SettingsError."""
         return next((series.points[0][1] for series in self.query(query, at) if series.points), None)
 
     def _request(self, endpoint: str, parameters: dict[str, str]) -> list[dict[str, Any]]:
-        """Return the result of a request. Raises SettingsError."""
+        """Send a query and return the series in the answer as JSON objects. Raises SettingsError if it fails."""
         query, headers = parameters["query"], {}
         try:
             if self._token_file is not None:
@@ -67,6 +67,5 @@ class PrometheusClient:
 
 
 def _points(pairs: list[list[Any]]) -> list[tuple[float, float]]:
-    """Return points as numbers, without those that are NaN."""
     points = [(float(time), float(value)) for time, value in pairs]
     return [(time, value) for time, value in points if not isnan(value)]

@@ -1,4 +1,4 @@
-"""Queries to Prometheus about one run, over the ledger's series and the recorded ones."""
+"""Queries to Prometheus about one run: series of the ledger, of the run's ranks, and of recording rules."""
 
 import json
 from collections.abc import Iterable
@@ -20,7 +20,7 @@ MIN_STEP = 1.0  # seconds between two points of a query
 
 
 class RunQueries:
-    """Queries about one run; `start` and then `set_span` narrow them to its tenant and its time."""
+    """Queries about one run over `lookback` seconds before `at`. `start` and `set_span` narrow tenant and time."""
 
     def __init__(self, prometheus: PrometheusClient, run: str, tenant: str | None, at: float, lookback: float) -> None:
         self._prometheus, self.run, self.at, self._window = prometheus, run, at, f"{max(1, round(lookback))}s"
@@ -29,7 +29,7 @@ class RunQueries:
         self._begin, self._end, self._step = at - lookback, at, MIN_STEP
 
     def start(self) -> tuple[float, str]:
-        """Return the start of the run and its tenant, to which later queries are limited. Raises SettingsError."""
+        """Return the run's start in Unix time and its tenant, and limit later queries to it. Raises SettingsError."""
         starts = self._now(f"max by (tenant) ({self._total(m.RUN_START_TIMESTAMP_SECONDS)})")
         if not starts:
             raise SettingsError(
@@ -44,30 +44,30 @@ class RunQueries:
         return starts[0].points[0][1], tenants[0]
 
     def set_span(self, begin: float, end: float) -> None:
-        """Limit later queries to this time."""
+        """Limit later queries to the time from `begin` to `end`, in Unix time."""
         self._begin, self._end = max(begin, self._begin), max(begin + 1, min(self.at, end + 60))
         self._step = max(MIN_STEP, (self._end - self._begin) / MAX_SLICES)
         self._window = f"{max(60, round(self.at - self._begin))}s"
 
     def one(self, row: m.Metric) -> float | None:
-        """Return the last value of a family of the run that has one series."""
+        """Return the last value of a family that has one series per run, None if it is absent."""
         return self._value(f"max({self._total(row)})")
 
     def ratio(self, numerator: m.Metric, denominator: m.Metric) -> float | None:
-        """Return the quotient of the last values of two families; None if it is unknown."""
+        """Return the last value of one family divided by that of another, None if one is absent or the divisor is 0."""
         above, below = self.one(numerator), self.one(denominator)
         return above / below if above is not None and below else None
 
     def by(self, label: str, row: m.Metric) -> dict[str, float]:
-        """Return the last values of a family of the run by one label."""
+        """Return the last value of a family of the run for each value of `label`."""
         return self._values(label, f"max by ({label}) ({self._total(row)})")
 
     def mean(self, record: str) -> float | None:
-        """Return the mean of a recorded series of the run over its time."""
+        """Return the mean of a recording rule's series of the run over the run's time, None if it is absent."""
         return self._value(f"max(avg_over_time({record}{self.training}[{self._window}]))")
 
     def changes(self, row: m.Metric) -> float:
-        """Return how often a gauge of the run changed."""
+        """Return how often a gauge of the run changed in the run's time."""
         ranged = f"({row}{self.ledger}[{self._window}])"
         try:
             # changes() of VictoriaMetrics also counts the first sample; Prometheus has no changes_prometheus().
@@ -76,15 +76,15 @@ class RunQueries:
             return self._value(f"max(changes{ranged})") or 0.0
 
     def over(self, query: str) -> list[TimeSeries]:
-        """Return the result of a query over the run's time."""
+        """Return the series of a query over the run's time."""
         return self._prometheus.query_range(query, self._begin, self._end, self._step)
 
     def mfu_over_time(self) -> list[tuple[float, float]]:
-        """Return the points of the run's MFU."""
+        """Return the run's MFU over time, as points (Unix time, ratio from 0 to 1)."""
         return [point for series in self.over(f"max by (run) ({RUN_MFU}{self.training})") for point in series.points]
 
     def declared(self) -> dict[str, str]:
-        """Return what the run declared, such as its FLOPs convention, dtype, source of the peak and owner."""
+        """Return what the run declared, such as its FLOPs convention, dtype, source of the peak and owner, by label."""
         info = self._now(f"topk(1, {self._last(m.TRAINING_RUN_INFO)})")
         shown = ("convention", "dtype", "flops_source", "peak_source", "framework", "owner", "team", "external_id")
         return {name: info[0].labels[name] for name in shown if info[0].labels.get(name)} if info else {}
@@ -95,10 +95,10 @@ class RunQueries:
         return sorted(series.labels.get("host", "") for series in ranks)
 
     def timeline(self, began: float, open_seconds: float) -> list[Slice]:
-        """Return the buckets over time, with a slice for each time that the ledger's totals grew.
+        """Return the run's seconds per bucket over time, a slice for each sample in which the ledger's totals grew.
 
-        Buckets partition the wall clock up to the frontier, so the growth between two samples lies between their sums:
-        two hours of down time, added at once at the restart, are shown as those two hours.
+        Buckets partition the wall clock, so a slice lies between the sums of two samples. Two hours of down time that
+        are added at once at a restart are shown as two hours. `open_seconds` are the last slice.
         """
         query = f"max by (bucket) ({m.RUN_SECONDS_TOTAL}{_selector({}, self.ledger, exclude='queue')})"
         buckets = {series.labels["bucket"]: dict(series.points) for series in self.over(query)}
@@ -117,17 +117,17 @@ class RunQueries:
         return slices
 
     def causes(self) -> list[CauseTotal]:
-        """Return the losses by cause, the most expensive first."""
+        """Return the settled incidents by cause, the cause that cost most GPU-seconds first."""
         counts, seconds = self._by_cause(m.RUN_INCIDENTS_TOTAL), self._by_cause(m.RUN_BADPUT_GPU_SECONDS_TOTAL)
         totals = [CauseTotal(cause, round(count), seconds.get(cause, 0.0)) for cause, count in counts.items() if count]
         return sorted(totals, key=lambda cause: -cause.gpu_seconds)
 
     def _by_cause(self, row: m.Metric) -> dict[str, float]:
-        """Return the last values of a family of losses by cause, summed over all kinds."""
+        """Return the last values of a family by cause, summed over the kinds of loss: end, slow and stall."""
         return self._values("cause", f"sum by (cause) (max by (kind, cause) ({self._total(row)}))")
 
     def alerts(self, tenant: str) -> list[Firing]:
-        """Return the alerts that fired on the run, or on a host while it ran there, in order of time."""
+        """Return the alerts that fired about the run, or about a host while the run used it, in order of time."""
         # The window finds alerts that fired between two points of the query.
         window = max(self._step, 60)
         on_run = f"last_over_time(ALERTS{_selector({'run': self.run, 'alertstate': 'firing'})}[{window:.0f}s])"
@@ -148,7 +148,7 @@ class RunQueries:
         return sorted(firings, key=lambda firing: (firing.began, firing.name))
 
     def ranks(self) -> list[Outlier]:
-        """Return the ranks that were the straggler most often."""
+        """Return the ranks that were the straggler most often, at most MAX_OUTLIERS."""
         span = f"{self.training}[{self._window}]"
         late = self._now(f"topk({MAX_OUTLIERS}, max by (rank) (count_over_time({CANDIDATE}{span})))")
         all_points = self._value(f"max(count_over_time({RUN_SCORE}{span}))")
@@ -171,7 +171,7 @@ class RunQueries:
         return places
 
     def links(self) -> list[Outlier]:
-        """Return the ports of the run's hosts with the most errors."""
+        """Return the ports of the run's hosts with the most symbol errors and lost links, at most MAX_OUTLIERS."""
         here, port = self._here(), "sum by (instance, device, port)"
         rows = ((m.INFINIBAND_SYMBOL_ERRORS_TOTAL, "symbol errors"), (m.INFINIBAND_LINK_DOWNED_TOTAL, "times down"))
         counts: dict[tuple[str, str, str], dict[str, float]] = {}
@@ -190,7 +190,7 @@ class RunQueries:
         return outliers
 
     def missed(self, causes: Iterable[CauseTotal]) -> list[str]:
-        """Return what the monitoring missed of this run, one sentence each."""
+        """Return a sentence for each thing that monitoring missed of the run, such as ranks without MFU."""
         missed: list[str] = []
         starts = self.over(f"max by (run) ({m.RUN_START_TIMESTAMP_SECONDS}{self.ledger})")
         seen = sum(len(series.points) for series in starts)
@@ -222,15 +222,15 @@ class RunQueries:
         return missed
 
     def _total(self, family: object) -> str:
-        """Return an expression of the last samples of a family of the ledger."""
+        """Return the PromQL expression for the run's last samples of a family of the ledger."""
         return f"last_over_time({family}{self.ledger}[{self._window}])"
 
     def _last(self, family: object) -> str:
-        """Return an expression of the last samples of a family of the run's ranks."""
+        """Return the PromQL expression for the last samples of a family that the run's ranks report."""
         return f"last_over_time({family}{self.training}[{self._window}])"
 
     def _here(self) -> str:
-        """Return an expression of the run's hosts by `instance`: an exporter serves all ranks and ports of a host."""
+        """Return the PromQL expression for the run's hosts, by the `instance` label of the exporter on each."""
         return f"group by (instance) ({self._last(m.TRAINING_RANK_INFO)})"
 
     def _value(self, query: str) -> float | None:
@@ -251,7 +251,7 @@ def _port(series: TimeSeries) -> tuple[str, str, str]:
 
 
 def _spells(points: list[tuple[float, float]], gap: float) -> list[tuple[float, float]]:
-    """Return begin and end of each stretch of points that are less than a gap apart."""
+    """Return begin and end of each stretch of points that are at most `gap` seconds apart."""
     spells: list[tuple[float, float]] = []
     for time, _ in points:
         if spells and time - spells[-1][1] <= gap:
@@ -262,7 +262,7 @@ def _spells(points: list[tuple[float, float]], gap: float) -> list[tuple[float, 
 
 
 def _selector(labels: dict[str, str], inside: str = "", exclude: str = "") -> str:
-    """Return a selector `{name="value",...}` that includes the selector `inside` and excludes one bucket."""
+    """Return a PromQL selector for `labels` and those of the selector `inside`, without the bucket `exclude`."""
     parts = [inside[1:-1]] if inside else []
     parts += [f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in labels.items()]
     if exclude:

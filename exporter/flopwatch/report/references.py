@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 
 class Reference(NamedTuple):
-    """Published range of a ratio."""
+    """Published range of MFU or goodput, from 0 to 1, with a name and the URL of its source."""
 
     low: float
     high: float

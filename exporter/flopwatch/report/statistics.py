@@ -7,7 +7,7 @@ from math import exp, fsum, lgamma, log, sqrt
 
 @dataclass(frozen=True, slots=True)
 class MeanTime:
-    """Mean time in seconds over `count` events, with its 95 % interval; a bound that does not exist is None."""
+    """Mean time in seconds between `count` failures, with its 95 % interval. Values that do not exist are None."""
 
     seconds: float | None
     low: float | None
@@ -18,8 +18,8 @@ class MeanTime:
 def mean_time_between(seconds: float, count: int, confidence: float = 0.95) -> MeanTime:
     """Return the mean time to failure for `count` failures in `seconds`, with its exact Poisson interval.
 
-    The time since the last failure counts as censored: the maximum-likelihood estimate for exponential gaps is all time
-    over all failures. Interval: Garwood, Biometrika 28 (1936), 437-442. Without a failure there is only a lower bound.
+    The mean is all time, including that since the last failure, divided by all failures. Without a failure there is
+    only a lower bound. Interval: Garwood, Biometrika 28 (1936), 437-442.
     """
     if seconds <= 0:
         return MeanTime(None, None, None, count)
@@ -58,11 +58,11 @@ class CheckpointInterval:
 
 
 def checkpoint_interval(actual: float, blocking: float, mttf: float, restart: float) -> CheckpointInterval | None:
-    """Compare the actual interval with Daly's optimum, all in seconds; return None where the model does not apply.
+    """Compare the actual interval with Daly's optimum, in seconds. Return None if a value is not positive.
 
-    Daly, Future Generation Computer Systems 22 (2006), 303-312, eq. 37; its first term is Young's sqrt(2 d M).
-    `blocking` is how long a save stops training. Waste is the share of time for saving, for executing steps again (half
-    an interval per failure) and for restarting.
+    Daly, Future Generation Computer Systems 22 (2006), 303-312, eq. 37, whose first term is Young's sqrt(2 d M).
+    `blocking` is how long a save stops training. `restart` may be 0. Waste is the share of time for saving, for
+    repeated steps (half an interval per failure) and for restarting.
     """
     if min(actual, blocking, mttf) <= 0 or restart < 0:
         return None

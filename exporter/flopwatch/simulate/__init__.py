@@ -1,4 +1,4 @@
-"""Simulated GPU node for the demo and the tests: drivers, sysfs and kernel log, but none of flopwatch's own code."""
+"""Simulated GPU node for demos and tests. It replaces drivers, sysfs and kernel log, but no code of the exporter."""
 
 from flopwatch.simulate.node import SimulatedNode
 

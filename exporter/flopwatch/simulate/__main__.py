@@ -11,12 +11,12 @@ Flag = tuple[str, dict[str, Any]]
 
 
 def flag(name: str, type: Any = int, **more: Any) -> Flag:
-    """Return one flag of a command."""
+    """Return a command-line flag: its name and the arguments of argparse's add_argument()."""
     return name, {"type": type, **more}
 
 
 def one_of(name: str, choices: Any, **more: Any) -> Flag:
-    """Return one flag of a command whose value is one of the choices, of the type of the first."""
+    """Return a command-line flag that accepts only `choices`, converted to the type of the first."""
     return flag(name, type(next(iter(choices))), choices=choices, **more)
 
 
@@ -70,7 +70,7 @@ COMMANDS: dict[str, tuple[str, tuple[Flag, ...]]] = {
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the command line, with one command per method of SimulatedNode that injects a fault."""
+    """Return the argument parser, with one command per method of SimulatedNode that injects a fault."""
     result = argparse.ArgumentParser(prog="python -m flopwatch.simulate", description=__doc__)
     result.add_argument("node", type=Path, metavar="NODE_DIR", help="folder of the node (STATE/simulated)")
     commands = result.add_subparsers(dest="command", required=True)
@@ -82,7 +82,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    """Run one command."""
+    """Inject the fault that the command line names. Exits with status 2 if an argument is wrong."""
     arguments = parser()
     options = vars(arguments.parse_args())
     folder, name = options.pop("node"), options.pop("command")

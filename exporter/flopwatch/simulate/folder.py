@@ -1,8 +1,8 @@
-"""The folder of a simulated node: its state files, sysfs, proc and dev trees.
+"""Folder of a simulated node: the files that its processes share.
 
-`sys` has the ports and the PCI tree, `kmsg` the kernel log, `proc` the control groups of the processes on the GPUs and
-the driver's list of GPUs, `dev` stand-ins for device files. `SimulatedNode.tick` advances `node.json`, from which
-`simulate/pynvml.py` answers. `faults.json` has the injected faults and the load of each GPU.
+`sys` has the ports and the PCI tree, `kmsg` the kernel log, and `dev` stand-ins for device files. `proc` has the
+processes on the GPUs and the driver's list of GPUs. `node.json` has the state of GPUs and ports, which
+`SimulatedNode.tick` advances. `faults.json` has the injected faults and the load of each GPU.
 """
 
 import fcntl
@@ -28,14 +28,14 @@ class NodeFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the lock of the folder."""
+        """Hold the folder's lock, which excludes all other holders, during a `with` block."""
         with open(f"{self.root}/lock", "wb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 
     @contextmanager
     def faults(self) -> Iterator[dict[str, Any]]:
-        """Yield the faults for changing and save them afterwards."""
+        """Yield the content of faults.json to change, and save it at the end of the `with` block, under the lock."""
         with self.locked():
             faults = h100.no_faults() | self.load("faults.json")
             yield faults
@@ -51,13 +51,13 @@ class NodeFolder:
         return value
 
     def save(self, name: str, value: Mapping[str, Any]) -> None:
-        """Replace a file by a JSON object."""
+        """Replace a file of the folder atomically by a JSON object."""
         with open(f"{self.root}/{name}.new", "wb") as file:
             file.write(json.dumps(value).encode())
         os.replace(f"{self.root}/{name}.new", f"{self.root}/{name}")
 
     def plug(self, device: str, port: Mapping[str, Any], plugged: bool) -> bool:
-        """Add an adapter to the sysfs tree or remove it, and return `plugged`."""
+        """Add the adapter `device` to the sysfs tree if `plugged`, else remove it. Return `plugged`."""
         folder = self.ports[device]
         if plugged and not folder.is_dir():
             self.write_port(device, port)
@@ -67,14 +67,14 @@ class NodeFolder:
         return plugged
 
     def write_driver(self) -> None:
-        """Write the list of GPUs that the driver keeps in /proc."""
+        """Write the driver's list of GPUs, as in /proc/driver/nvidia/gpus."""
         for gpu, bus in enumerate(h100.PCI_BUSES):
             folder = self.root / "proc" / "driver" / "nvidia" / "gpus" / f"0000:{bus:02x}:00.0"
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "information").write_text(f"Model: \t\t NVIDIA H100 80GB HBM3\nDevice Minor: \t {gpu}\n")
 
     def write_devices(self, faults: Mapping[str, Any]) -> None:
-        """Write the device files of the GPUs, without those that a fault withholds."""
+        """Create stand-ins for the GPUs' device files /dev/nvidiaN, and remove those that a fault withholds."""
         (self.root / "dev").mkdir(exist_ok=True)
         for gpu in range(h100.GPUS):
             file = self.root / "dev" / f"nvidia{gpu}"
@@ -84,7 +84,7 @@ class NodeFolder:
                 file.touch()
 
     def write_processes(self) -> None:
-        """Write /proc of the processes that keep the GPUs busy."""
+        """Write the files in /proc of the processes that keep the GPUs busy."""
         for gpu in range(h100.GPUS):
             folder = self.root / "proc" / str(h100.pid(gpu))
             folder.mkdir(parents=True, exist_ok=True)
@@ -94,7 +94,7 @@ class NodeFolder:
             (folder / "stat").write_text(f"{h100.pid(gpu)} (python) R {'0 ' * 18}4242 0\n")
 
     def write_port(self, device: str, port: Mapping[str, Any]) -> None:
-        """Write the sysfs files of an adapter and its port."""
+        """Write the sysfs files of an RDMA adapter and its port."""
         folder = self.ports[device]
         for name in h100.COUNTERS:
             (folder / name).mkdir(parents=True, exist_ok=True)
@@ -109,7 +109,7 @@ class NodeFolder:
 
 
 class JsonFile:
-    """JSON file that another process replaces, completed with `defaults`; `version` changes with its content."""
+    """Reader of a JSON file that another process replaces. `defaults` completes it, `version` changes with the file."""
 
     def __init__(self, path: Path, defaults: Mapping[str, Any] = MappingProxyType({})) -> None:
         self._path = str(path)
@@ -118,7 +118,7 @@ class JsonFile:
         self._value: dict[str, Any] = {}
 
     def read(self) -> dict[str, Any]:
-        """Return the current content of the file."""
+        """Return the current content of the file. Parses it only if it changed."""
         status = os.stat(self._path)
         version = (status.st_ino, status.st_mtime_ns)
         if version != self.version:
@@ -127,7 +127,7 @@ class JsonFile:
 
 
 def write_in_place(path: str | Path, content: str) -> None:
-    """Write a line into a file as sysfs does: the inode stays, so that an open descriptor sees the whole new line."""
+    """Write a line into a file as sysfs does: the inode stays, so an open descriptor sees the whole new line."""
     line = f"{content}\n".encode()
     file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
     try:

@@ -1,4 +1,4 @@
-"""Constants of the simulated node: eight H100, eight NDR ports and one for storage.
+"""Constants of the simulated node: eight H100 GPUs, eight NDR InfiniBand ports and one storage port.
 
 Layout, identities, idle and full-load values are those of captured H100 nodes (tests/captures/SOURCES.md).
 """
@@ -80,17 +80,17 @@ NOT_CLEARED = ("load", "ecc", "resets", "order", "driver", "mig", "nvlink_errors
 
 
 def uuid(gpu: int) -> str:
-    """Return the UUID of a GPU."""
+    """Return the UUID of the GPU with this number, 0 to 7."""
     return f"GPU-51a70000-0000-4000-8000-{gpu:012d}"
 
 
 def serial(gpu: int) -> str:
-    """Return the board serial number of a GPU."""
+    """Return the board serial number of the GPU with this number, 0 to 7."""
     return f"165012401{gpu:04d}"
 
 
 def pid(gpu: int) -> int:
-    """Return the pid of the process that keeps a GPU busy."""
+    """Return the pid of the process that keeps the GPU with this number busy."""
     return FIRST_PID + gpu
 
 

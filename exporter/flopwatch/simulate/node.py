@@ -1,8 +1,4 @@
-"""The outside of a node with eight H100, eight NDR ports and one for storage, as files in one folder.
-
-The exporter, its reader processes and the process that injects a fault may be different ones. Counters continue where
-they stopped when the exporter restarts. `simulate/folder.py` lists the files.
-"""
+"""Simulated node with eight H100 GPUs, as files in one folder. Any process may advance it or inject faults."""
 
 import time
 from collections.abc import Callable
@@ -15,7 +11,7 @@ from flopwatch.simulate.folder import NodeFolder, write_in_place
 
 
 class SimulatedNode:
-    """One simulated node in the folder `root`, which any number of objects and processes can share."""
+    """Simulated node in the folder `root`, which any number of objects and processes can share."""
 
     def __init__(self, root: Path, uptime: Callable[[], float] = time.monotonic) -> None:
         self.root = root
@@ -76,7 +72,7 @@ class SimulatedNode:
     # Faults, from any process. `clear` ends them all, but counters keep their values.
 
     def xid(self, gpu: int, code: int) -> None:
-        """Write an Xid into the kernel log. Code 79 also loses the GPU."""
+        """Write an Xid of a GPU into the kernel log. Code 79 also makes the GPU lost."""
         bus = f"0000:{h100.PCI_BUSES[_gpu(gpu)]:02x}:00"
         name = xids()[code].name if code in xids() else "unknown"
         text = h100.XID_TEXTS.get(code) or f"pid=4711, name=python, {name}"
@@ -96,56 +92,56 @@ class SimulatedNode:
             self.lose(gpu)
 
     def lose(self, gpu: int) -> None:
-        """Let every call about this GPU fail with "GPU is lost"."""
+        """Make every NVML call about a GPU fail with "GPU is lost"."""
         self._set("lost", _gpu(gpu), True)
 
     def ecc(self, gpu: int, uncorrected: int = 0, corrected: int = 0) -> None:
-        """Count memory errors."""
+        """Add to the counts of a GPU's uncorrected and corrected memory errors."""
         with self._folder.faults() as faults:
             counts = faults["ecc"].setdefault(str(_gpu(gpu)), dict.fromkeys(h100.ECC_ERRORS, 0))
             counts["corrected"] += corrected
             counts["uncorrected"] += uncorrected
 
     def throttle(self, gpu: int, reason: str | None) -> None:
-        """Hold the clock back for one of the reasons in h100.HELD_CLOCK; None lets go."""
+        """Lower a GPU's clock for a reason in h100.HELD_CLOCK, or stop with None. Raises ValueError for others."""
         if reason is not None and reason not in h100.HELD_CLOCK:
             raise ValueError(f"{reason!r} is not one of {', '.join(h100.HELD_CLOCK)}")
         self._set("throttle", _gpu(gpu), reason)
 
     def heat(self, gpu: int, celsius: float | None) -> None:
-        """Warm the GPU up to a temperature; from 87 C on it slows down. None lets it cool."""
+        """Warm a GPU up to a temperature, or let it cool with None. From 87 C on its clock is lower."""
         self._set("heat", _gpu(gpu), celsius)
 
     def load(self, gpu: int, utilization: float) -> None:
-        """Set how busy the GPU is, from 0 to 1."""
+        """Set how busy a GPU is, from 0 to 1. Raises ValueError outside that range."""
         if not 0 <= utilization <= 1:
             raise ValueError(f"utilization {utilization} is not between 0 and 1")
         self._set("load", _gpu(gpu), utilization)
 
     def hang(self, call: str | None) -> None:
-        """Block every call of an NVML function until the hang is cleared with None."""
+        """Block every call of an NVML function until `hang(None)`. Raises ValueError if it is not simulated."""
         with self._folder.faults() as faults:
             faults["hang"] = None if call is None else _function(call)
 
     def fail(self, call: str, error: int, gpu: int | None = None) -> None:
-        """Make an NVML function fail with an nvmlReturn_t, for one GPU or for all; 0 ends it."""
+        """Make an NVML function fail with the nvmlReturn_t `error`, for one GPU or for all. Error 0 ends this."""
         with self._folder.faults() as faults:
             errors = faults["fail"].setdefault(_function(call), {})
             errors["*" if gpu is None else str(_gpu(gpu))] = error
             faults["fail"][call] = {target: code for target, code in errors.items() if code != 0}
 
     def blind(self, gpu: int, error: int = 999) -> None:
-        """Remove the device file of a GPU from the exporter's process, so that every call about the GPU fails."""
+        """Hide a GPU's device file from the exporter, so that every NVML call about the GPU fails with `error`."""
         with self._folder.faults() as faults:
             faults["blind"][str(_gpu(gpu))] = faults["withheld"][str(gpu)] = error
             self._folder.write_devices(faults)
 
     def refuse(self, gpu: int, error: int = 999) -> None:
-        """Make every call about a GPU fail although its device file exists, as a dead GPU may do."""
+        """Make every NVML call about a GPU fail with `error` although its device file exists, as for a dead GPU."""
         self._set("blind", _gpu(gpu), error)
 
     def reset(self, gpu: int, index: int | None = None) -> None:
-        """Reset a GPU: it is lost until the next nvmlInit, and returns with counters at 0, perhaps at another index."""
+        """Reset a GPU. It is lost until the next nvmlInit, then has counters at 0 and, if given, another NVML index."""
         key = str(_gpu(gpu))
         if index is not None and index not in range(h100.GPUS):
             raise ValueError(f"there is no index {index}; they are 0 to {h100.GPUS - 1}")
@@ -163,18 +159,18 @@ class SimulatedNode:
                 faults["order"].insert(index, gpu)
 
     def driver(self, version: str) -> None:
-        """Replace the driver, which from now on refuses processes with the old library."""
+        """Replace the driver, which from now on rejects processes that loaded the old version's library."""
         with self._folder.faults() as faults:
             faults["driver"] = version
 
     def mig(self, gpu: int, mode: str, profile: str = h100.MIG_PROFILE) -> None:
-        """Partition a GPU into MIG_INSTANCES instances of a profile, or make it whole again."""
+        """Partition a GPU into seven MIG instances of a profile (mode `on`), or make it whole again (`off`)."""
         if mode not in ("on", "off"):
             raise ValueError(f"{mode!r} is neither on nor off")
         self._set("mig", _gpu(gpu), [profile] * h100.MIG_INSTANCES if mode == "on" else [])
 
     def nvlink(self, gpu: int, link: int, state: str) -> None:
-        """Take an NVLink down, or up again."""
+        """Take an NVLink of a GPU down or up. Raises ValueError for other states."""
         if state not in ("down", "up"):
             raise ValueError(f"{state!r} is neither down nor up")
         with self._folder.faults() as faults:
@@ -183,7 +179,7 @@ class SimulatedNode:
             faults["nvlink_down"][str(gpu)] = sorted(down)
 
     def nvlink_errors(self, gpu: int, link: int, error: str, count: int) -> None:
-        """Count errors of an NVLink."""
+        """Add to the count of one kind of error (replay, recovery or crc) of an NVLink of a GPU."""
         if error not in h100.NVLINK_ERRORS.values():
             raise ValueError(f"{error!r} is not one of {', '.join(h100.NVLINK_ERRORS.values())}")
         with self._folder.faults() as faults:
@@ -193,7 +189,7 @@ class SimulatedNode:
     def remap(
         self, gpu: int, corrected: int = 0, uncorrected: int = 0, pending: bool = False, failure: bool = False
     ) -> None:
-        """Remap memory rows; `pending` lasts until a reset of the GPU, `failure` for ever."""
+        """Add remapped memory rows to a GPU. `pending` lasts until its reset or `clear`, `failure` until `clear`."""
         with self._folder.faults() as faults:
             rows = faults["remap"].setdefault(str(_gpu(gpu)), {"corrected": 0, "uncorrected": 0})
             rows["corrected"] += corrected
@@ -201,45 +197,45 @@ class SimulatedNode:
             rows |= {"pending": pending, "failure": failure}
 
     def pcie(self, gpu: int, width: int = h100.PCIE_LANES, generation: int = h100.PCIE_GENERATION) -> None:
-        """Train the PCIe link to fewer lanes or a lower generation."""
+        """Set a GPU's PCIe link to a number of lanes and a generation. Raises ValueError for an impossible link."""
         if width not in h100.PCIE_WIDTHS or generation not in range(1, h100.PCIE_GENERATION + 1):
             raise ValueError(f"there is no generation {generation} link of {width} lanes")
         self._set("pcie", _gpu(gpu), {"width": width, "generation": generation})
 
     def recovery(self, gpu: int, action: int) -> None:
-        """Let the driver ask for a recovery action, 0 to 7 as in gpu_recovery_action_id."""
+        """Let the driver ask for a recovery action for a GPU, 0 to 7 as in gpu_recovery_action_id."""
         if action not in range(8):
             raise ValueError(f"{action} is not between 0 and 7")
         self._set("recovery", _gpu(gpu), action)
 
     def profiler(self, gpu: int, mode: str) -> None:
-        """Give the hardware counters of a GPU to a profiler, or take them back."""
+        """Give a GPU's hardware counters to a profiler (mode `on`) or take them back (`off`)."""
         if mode not in ("on", "off"):
             raise ValueError(f"{mode!r} is neither on nor off")
         self._set("profiler", _gpu(gpu), mode == "on")
 
     def symbol_errors(self, device: str, per_second: float) -> None:
-        """Set the rate of symbol errors of a port."""
+        """Set the rate of symbol errors of an adapter's port, in errors per second."""
         self._set("symbol_errors", _device(device), per_second)
 
     def link(self, device: str, state: str) -> None:
-        """Take the link of a port down, or up again."""
+        """Take the link of an adapter's port down or up. Raises ValueError for other states."""
         if state not in ("down", "up"):
             raise ValueError(f"{state!r} is neither down nor up")
         self._set("link", _device(device), state)
 
     def rate(self, device: str, gigabits: int) -> None:
-        """Train a port to another rate; 400 is the full one."""
+        """Set the rate of an adapter's port in Gb/s. 400 is the full rate, except for the storage port's 200."""
         if gigabits not in h100.LINK_RATES:
             raise ValueError(f"{gigabits} Gb/s is not one of {', '.join(map(str, h100.LINK_RATES))}")
         self._set("rate", _device(device), gigabits)
 
     def remove(self, device: str) -> None:
-        """Remove an adapter from the bus until `clear`."""
+        """Remove an adapter from the PCI bus until `clear`."""
         self._set("removed", _device(device), True)
 
     def clear(self) -> None:
-        """End every fault, but keep the load."""
+        """End every fault. Load, error counts, MIG instances, driver version and order of GPUs stay."""
         with self._folder.faults() as faults:
             rows = {gpu: rows | {"pending": False, "failure": False} for gpu, rows in faults["remap"].items()}
             faults.update(h100.no_faults() | {kind: faults[kind] for kind in h100.NOT_CLEARED} | {"remap": rows})

@@ -20,7 +20,7 @@ TYPES = {**dict.fromkeys((82, 91, 164, 165, 166, 230), UNSIGNED_INT), **dict.fro
 
 
 def numbers(index: int, gpu: Mapping[str, Any], faults: Mapping[str, Any]) -> dict[Key, int]:
-    """Return the fields of a GPU apart from its NVLinks, from its state and the injected faults."""
+    """Return a GPU's NVML fields by (field id, scope), without those of its NVLinks."""
     key = str(index)
     held, busy = gpu["event_nanoseconds"], gpu.get("busy_seconds", 0.0)
     ecc, remap = faults["ecc"].get(key, {}), faults["remap"].get(key, {})
@@ -44,7 +44,7 @@ def numbers(index: int, gpu: Mapping[str, Any], faults: Mapping[str, Any]) -> di
 
 
 def of_links(index: int, busy: float, faults: Mapping[str, Any]) -> dict[Key, int]:
-    """Return the fields of the NVLinks of a GPU that was busy for so many seconds."""
+    """Return a GPU's NVLink fields by (field id, link), after so many seconds at full load (`busy`)."""
     key = str(index)
     down, errors = faults["nvlink_down"].get(key, []), faults["nvlink_errors"].get(key, {})
     kibibytes = int(busy * h100.NVLINK_RATE / 1024)
@@ -62,7 +62,7 @@ def of_links(index: int, busy: float, faults: Mapping[str, Any]) -> dict[Key, in
 
 @dataclass(slots=True)
 class EventSet:
-    """Replacement of an nvmlEventSet_t: the registered GPUs, and the position in the kernel log."""
+    """Replacement of an nvmlEventSet_t: the registered GPUs, and the position in the kernel log in bytes."""
 
     place: int
     gpus: set[int]

@@ -12,12 +12,12 @@ STORAGE_PATH = ("pci0000:00", "0000:00:0e.0", "0000:02:00.0")
 
 
 def gpu_path(bus: int) -> tuple[str, ...]:
-    """Return the PCI path from the host bridge to the GPU on a bus."""
+    """Return the PCI path from the host bridge to the GPU with this bus number."""
     return (*_switch(bus), f"0000:{bus - 2:02x}:01.0", f"0000:{bus:02x}:00.0")
 
 
 def adapter_path(bus: int) -> tuple[str, ...]:
-    """Return the PCI path to the adapter next to the GPU on a bus."""
+    """Return the PCI path to the adapter on the same switch as the GPU with this bus number."""
     return (*_switch(bus), f"0000:{bus - 2:02x}:02.0", f"0000:{bus + 1:02x}:00.0")
 
 
@@ -26,7 +26,7 @@ def _switch(bus: int) -> tuple[str, ...]:
 
 
 def write(sysfs: Path, buses: Sequence[int], adapters: Mapping[str, tuple[str, ...]]) -> None:
-    """Write the PCI devices of GPUs and adapters, and the net devices. `adapters` has PCI paths by RDMA device."""
+    """Write PCI and net devices to a sysfs tree, for GPUs by bus number and adapters by name and PCI path."""
     for index, bus in enumerate(buses):
         _device(sysfs, gpu_path(bus), int(index >= len(buses) // 2))
     for index, (name, path) in enumerate(adapters.items()):
@@ -41,7 +41,7 @@ def write(sysfs: Path, buses: Sequence[int], adapters: Mapping[str, tuple[str, .
 
 
 def link_adapter(sysfs: Path, name: str, path: tuple[str, ...]) -> None:
-    """Link an RDMA device to its PCI device."""
+    """Create the sysfs link from an RDMA device to its PCI device."""
     _link(sysfs / "class" / "infiniband" / name / "device", sysfs.joinpath("devices", *path))
 
 

@@ -1,4 +1,4 @@
-"""How the GPUs and ports of the simulated node change over time."""
+"""Physics of the simulated node: how the states of its GPUs and ports change over time."""
 
 import math
 from collections.abc import Mapping
@@ -9,12 +9,11 @@ from flopwatch.simulate import h100
 
 
 def _wave(now: float, period: float, phase: float) -> float:
-    """Return a deterministic oscillation between -1 and 1."""
     return math.sin(2 * math.pi * now / period + phase)
 
 
 def new_gpu(index: int) -> dict[str, Any]:
-    """Return the state of an idle GPU."""
+    """Return the initial state of an idle GPU, as node.json stores it."""
     return {
         "celsius": h100.IDLE_CELSIUS,
         "millijoules": 500_000_000_000 + 1_000_000_000 * index,
@@ -23,7 +22,7 @@ def new_gpu(index: int) -> dict[str, Any]:
 
 
 def advance_gpu(gpu: dict[str, Any], index: int, faults: Mapping[str, Any], now: float, seconds: float) -> None:
-    """Advance the state of a GPU by `seconds` to the Unix time `now`."""
+    """Advance a GPU's state in place by `seconds`, up to the Unix time `now`, under the injected faults."""
     key = str(index)
     load = faults["load"].get(key, h100.DEFAULT_LOAD)
     busy = load * (1 + 0.03 * _wave(now, 13, index))
@@ -64,7 +63,7 @@ def advance_gpu(gpu: dict[str, Any], index: int, faults: Mapping[str, Any], now:
 
 
 def new_port(index: int) -> dict[str, Any]:
-    """Return the state of an active port."""
+    """Return the initial state of an active port, as node.json stores it."""
     files = {"state": "4: ACTIVE", "phys_state": "5: LinkUp", "rate": "400 Gb/sec (4X NDR)"}
     files |= {f"{folder}/{name}": "0" for folder, names in h100.COUNTERS.items() for name in names}
     return {
@@ -77,7 +76,7 @@ def new_port(index: int) -> dict[str, Any]:
 def advance_port(
     port: dict[str, Any], index: int, device: str, faults: Mapping[str, Any], now: float, seconds: float
 ) -> None:
-    """Advance the state of a port by `seconds` to the Unix time `now`."""
+    """Advance a port's state in place by `seconds`, up to the Unix time `now`, under the injected faults."""
     counts, files = port["counts"], port["files"]
     storage = device == h100.STORAGE_DEVICE
     gigabits = faults["rate"].get(device, h100.STORAGE_RATE if storage else h100.FULL_RATE)

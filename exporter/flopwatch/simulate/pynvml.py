@@ -38,14 +38,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Handle:
-    """Replacement of an nvmlDevice_t: a GPU by its place on the board, or one of its MIG instances."""
+    """Replacement of an nvmlDevice_t: the GPU at position `index` on the board, or its MIG instance `slot`."""
 
     index: int
     slot: int | None = None
 
 
 def call(function: Callable[Concatenate[Simulation, P], T]) -> Callable[Concatenate[Simulation, P], T]:
-    """Make a method an NVML call, which needs nvmlInit, fails for a lost GPU, and can be made to hang or fail."""
+    """Make a method of Simulation an NVML call, which needs nvmlInit and fails or hangs as faults.json requires."""
     name = function.__name__
 
     @functools.wraps(function)
@@ -80,7 +80,7 @@ def _idle_video(nvml: Simulation, handle: Handle) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class EventData:
-    """Replacement of an nvmlEventData_t, whose device would have to be a pointer."""
+    """Replacement of an nvmlEventData_t with a Handle as device, since the real one needs a pointer."""
 
     device: Handle
     eventType: int
@@ -90,7 +90,7 @@ class EventData:
 
 
 class Simulation:
-    """Replacement of pynvml. `calls` counts calls, and `order` has the GPUs by NVML index as of the last nvmlInit."""
+    """Replacement of pynvml with the functions that the collectors call. `order` has the GPU at each NVML index."""
 
     def __init__(self, root: Path) -> None:
         self.faults = JsonFile(root / "faults.json", h100.no_faults())
@@ -111,7 +111,7 @@ class Simulation:
         return _function_not_found if isinstance(value, types.FunctionType) else value
 
     def check(self, gpu: int, faults: Mapping[str, Any]) -> None:
-        """Raise NVMLError for a lost or reset GPU, until the next nvmlInit as with the real driver."""
+        """Raise NVMLError if a GPU was lost or reset since the last nvmlInit, or if a fault hides it."""
         key = str(gpu)
         if faults["lost"].get(key) or faults["resets"].get(key, 0) != self._resets.get(key, 0):
             self._lost.add(gpu)
@@ -121,7 +121,7 @@ class Simulation:
             raise real.NVMLError(faults["blind"][key])
 
     def gpu(self, handle: Handle) -> dict[str, Any]:
-        """Return the state of a GPU."""
+        """Return the state of a GPU in node.json."""
         gpu: dict[str, Any] = self._node.read()["gpus"][handle.index]
         return gpu
 
@@ -139,7 +139,7 @@ class Simulation:
         return {"width": h100.PCIE_LANES, "generation": h100.PCIE_GENERATION} | trained
 
     def require_whole(self, handle: Handle) -> None:
-        """Raise NVMLError if the GPU is partitioned."""
+        """Raise NVMLError if the GPU is partitioned into MIG instances."""
         if self.profiles(handle):
             raise real.NVMLError(real.NVML_ERROR_NOT_SUPPORTED)
 
@@ -245,7 +245,7 @@ class Simulation:
         return real.c_nvmlRowRemapperHistogramValues(max=2560 - used - none, high=used, partial=0, low=0, none=none)
 
     def field_numbers(self, handle: Handle) -> dict[Key, int]:
-        """Return the fields that a GPU has, by id and scope."""
+        """Return a GPU's NVML fields by (field id, scope), where the scope of an NVLink field is its link."""
         gpu, faults = self.gpu(handle), self.faults.read()
         version = self._node.version, self.faults.version
         if handle.index not in self._numbers or self._numbers[handle.index][0] != version:
@@ -255,7 +255,7 @@ class Simulation:
         return self._numbers[handle.index][1]
 
     def link_numbers(self, handle: Handle, busy: float, faults: Mapping[str, Any]) -> dict[Key, int]:
-        """Return the fields of the NVLinks of a GPU that was busy for so many seconds."""
+        """Return a GPU's NVLink fields by (field id, link), after so many seconds at full load (`busy`)."""
         return nvml_fields.of_links(handle.index, busy, faults)
 
     @call
@@ -335,7 +335,7 @@ class Simulation:
 
     @call
     def nvmlEventSetWait_v2(self, events: nvml_fields.EventSet, milliseconds: int) -> EventData:
-        """Return the next Xid in the kernel log, which the driver reports there and as an event."""
+        """Return the next Xid in the kernel log. Raises NVMLError after `milliseconds` without one."""
         until = time.monotonic() + milliseconds / 1000
         while True:
             line = b""

@@ -24,7 +24,7 @@ ALWAYS = {"nvmlShutdown": None, "nvmlGpmSampleFree": None}
 
 
 class Replay:
-    """Replacement of pynvml whose functions return the recorded answers."""
+    """Replacement of the pynvml module whose functions return the answers recorded on a captured host."""
 
     def __init__(self, recorded: Mapping[str, Mapping[str, Mapping[str, list[Any]]]]) -> None:
         self._recorded = recorded
@@ -60,7 +60,7 @@ class Replay:
         return result
 
     def _answer(self, subject: str, section: str, question: str, default: Any) -> Any:
-        """Return the next recorded answer of a call; the last one is repeated."""
+        """Return the next recorded answer to a call, the last one again after that, or else `default`."""
         answers = self._recorded.get(subject, {}).get(section, {}).get(question)
         if answers is None:
             return default
@@ -69,7 +69,7 @@ class Replay:
         return answers[min(self._asked[key], len(answers)) - 1]
 
     def _handle(self, name: str, sample: bool = False) -> Any:
-        """Return a pointer for a handle, which is never dereferenced."""
+        """Return a made-up pointer for a recorded handle. It is never dereferenced."""
         address = self._addresses.setdefault(name, 0x1000 * (len(self._addresses) + 1))
         handle = ctypes.cast(ctypes.c_void_p(address), real.c_nvmlGpmSample_t if sample else real.c_nvmlDevice_t)
         self._handles.give(handle, name)
@@ -120,7 +120,7 @@ class Replay:
 
 
 def fill(struct: Any, members: Mapping[str, Any]) -> None:
-    """Set the members of a structure to their recorded values."""
+    """Set the members of a ctypes structure to their recorded values."""
     for name, value in members.items():
         if isinstance(value, dict) and set(value) == {"hex"}:
             raw = bytes.fromhex(value["hex"])

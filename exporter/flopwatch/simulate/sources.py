@@ -1,4 +1,4 @@
-"""The simulated node as a source of the readers: what `--simulate` reads in place of the hardware.
+"""Sources of the reader processes with `--simulate`: the simulated node in place of the hardware.
 
 A reader process imports this module for one factory only, so each function imports what it needs.
 """
@@ -34,7 +34,7 @@ def xid(root: str, kmsg: str, gpus: str, state: str, nvml: str) -> Xid:
 
 
 def host_sources(settings: ExporterSettings) -> HostSources:
-    """Return the sources of the simulated node that `--simulate` names, which may not exist yet."""
+    """Return the sources on the simulated node of `--simulate`, whose folder may not exist yet."""
     from flopwatch.node.scrape.reader import HostSources, Spec, simulated_node
     from flopwatch.simulate.node import SimulatedNode
 
@@ -47,7 +47,7 @@ def host_sources(settings: ExporterSettings) -> HostSources:
 
 
 def create(settings: ExporterSettings) -> HostSources:
-    """Create the simulated node that `--simulate` names, or continue an existing one, and return its sources."""
+    """Create the simulated node of `--simulate`, or continue an existing one, and return its sources."""
     from flopwatch.node.scrape.reader import simulated_node
     from flopwatch.simulate.node import SimulatedNode
 
