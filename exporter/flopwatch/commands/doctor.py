@@ -1,4 +1,4 @@
-"""`flopwatch doctor`: what can be read on this node, and the owners of its GPUs."""
+"""`flopwatch doctor`: report what can be read on this node, and the owners of its GPUs."""
 
 import argparse
 import os
@@ -28,9 +28,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def running(proc: Path = Path("/proc")) -> list[str]:
-    """Return the flags of the running exporter: in this mount namespace, else the only visible one.
+    """Return the flags of the exporter that runs in this mount namespace, else of one in another namespace.
 
-    Raises SettingsError if there is none, or several with different flags.
+    Raises SettingsError if no exporter runs, or several with different flags.
     """
     here, elsewhere = set[tuple[str, ...]](), set[tuple[str, ...]]()
     for process in proc.glob("[0-9]*"):
@@ -51,12 +51,12 @@ def running(proc: Path = Path("/proc")) -> list[str]:
 def _mounts(process: Path) -> int:
     try:
         return os.stat(process / "ns" / "mnt").st_ino
-    except OSError:  # another user's
+    except OSError:  # another user's process
         return 0
 
 
 def add(commands: Commands) -> None:
-    """Add the command to the parser."""
+    """Register the command and its flags."""
     parser = command(
         commands, "doctor", run, "show what an exporter with these flags can read here, and why it cannot read the rest"
     )
