@@ -1,4 +1,4 @@
-"""A row of the catalogue, and the labels that identify one GPU, port, rank or run."""
+"""Class of a row of the catalogue, and the labels that identify one GPU, port, rank or run."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ Type = Literal["counter", "gauge", "histogram", "info"]
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric family.
+    """Row of the catalogue: the definition of one metric family.
 
-    `source` is where the number comes from, and is printed in HELP. A value of the source times `scale` has the unit of
+    `source` is where the values are read, and is printed in HELP. A value of the source times `scale` has the unit in
     the name. `key` marks the rows that README lists.
     """
 
@@ -48,7 +48,7 @@ def gauge(
 
 
 def info(name: str, help: str, labels: tuple[str, ...], source: str, *, key: bool = False) -> Metric:
-    """Return the row of an info family: its value is 1, and its labels are the facts."""
+    """Return the row of an info family, whose value is 1 and whose labels are the information."""
     return Metric(name, "info", help, labels, source, key=key)
 
 
@@ -57,7 +57,7 @@ def histogram(name: str, help: str, labels: tuple[str, ...], source: str) -> Met
     return Metric(name, "histogram", help, labels, source)
 
 
-# One reading: the row, its label values in the row's order, and the source's own number (Scrape multiplies by scale).
+# One reading: row, label values in the row's order, and the source's own value, which Scrape multiplies by scale.
 Sample = tuple[Metric, tuple[str, ...], float]
 
 GPU = ("gpu", "uuid")

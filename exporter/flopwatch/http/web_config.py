@@ -183,7 +183,7 @@ class _TlsSection(_Section):
         return self
 
     def settings(self, base: Path) -> Tls | None:
-        """Return the TLS settings, or None for an empty section; file names are relative to `base`."""
+        """Return the TLS settings, or None for an empty section. Relative file names start at `base`."""
         if not self.model_fields_set:
             return None
         auth, ca_file = CLIENT_AUTH[self.client_auth_type or "NoClientCert"], self.client_ca_file
@@ -239,7 +239,7 @@ def _wrong(key: str, problem: str) -> PydanticCustomError:
 
 
 def parse(text: str, base: Path = Path()) -> WebConfig:
-    """Return the configuration in a YAML text; file names are relative to `base`. Raises SettingsError."""
+    """Return the configuration in a YAML text. Relative file names start at `base`. Raises SettingsError."""
     lines: dict[Loc, int] = {}
     content = _plain(_compose(text), (), lines)
     try:
