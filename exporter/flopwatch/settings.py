@@ -39,7 +39,7 @@ class Address:
         return _is_loopback(self.host)
 
     def place(self) -> tuple[str, socket.AddressFamily]:
-        """Return host and address family to bind. `::` accepts IPv4 too, and without dual-stack sockets only IPv4."""
+        """Return host and address family to bind. `::` means IPv6 and IPv4, or only IPv4 without dual-stack sockets."""
         if self.host == "::" and not socket.has_dualstack_ipv6():
             return "0.0.0.0", socket.AF_INET
         return self.host, socket.AF_INET6 if ":" in self.host else socket.AF_INET

@@ -1,8 +1,7 @@
 """Server of `flopwatch boards`: the viewer's page, the dashboards as Grafana's JSON, and a proxy to Prometheus.
 
-The wheel has the page, built from `viewer/`. A checkout has the page after `make viewer`. The browser sends its queries
-to this server, so that Prometheus' address and token stay on this host. The proxy forwards only requests that read:
-https://prometheus.io/docs/prometheus/latest/querying/api/.
+The browser sends its queries to this server, so that Prometheus' address and token stay on this host. The proxy
+forwards only requests that read: https://prometheus.io/docs/prometheus/latest/querying/api/.
 """
 
 import asyncio
@@ -29,8 +28,7 @@ log = logging.getLogger(__name__)
 
 HERE = Path(__file__).resolve().parent
 CHECKOUT = HERE.parents[2]
-# Folders in the wheel, then in a checkout.
-PAGES = HERE / "page", CHECKOUT / "viewer" / "dist"
+PAGES = HERE / "page", CHECKOUT / "viewer" / "dist"  # in the wheel, then in a checkout
 DASHBOARDS = HERE / "dashboards", CHECKOUT / "helm" / "files" / "dashboards"
 
 READS = re.compile(r"query|query_range|query_exemplars|series|labels|label/[A-Za-z_][A-Za-z0-9_]*/values|metadata")
@@ -147,7 +145,6 @@ def boards_app(
 
     @app.get("/healthz")
     async def healthz() -> PlainTextResponse:
-        """Return ok while the process runs."""
         return PlainTextResponse("ok\n")
 
     app.include_router(_api(boards, upstream, scrape_interval))
@@ -174,7 +171,6 @@ def _api(boards: Mapping[str, dict[str, Any]], upstream: Upstream, scrape_interv
 
     @router.get("/boards")
     async def listed() -> list[dict[str, Any]]:
-        """Return uid, title, description and tags of every dashboard."""
         return [
             {"uid": uid, **{name: board.get(name, "") for name in ("title", "description", "tags")}}
             for uid, board in boards.items()
@@ -182,7 +178,6 @@ def _api(boards: Mapping[str, dict[str, Any]], upstream: Upstream, scrape_interv
 
     @router.get("/boards/{uid}")
     async def board(uid: str) -> dict[str, Any]:
-        """Return one dashboard as Grafana stores it."""
         if uid not in boards:
             raise HTTPException(404, f"no dashboard {uid}")
         return boards[uid]

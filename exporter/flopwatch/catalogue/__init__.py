@@ -1,7 +1,7 @@
 """Every metric family flopwatch publishes, as one row: name, type, help, labels, source and scale.
 
 `str(row)` is the name of the family, so that an f-string is a query. Standard library only. Each file has the rows of
-one domain, the first word of a name, as a table without the formatter, which would give each argument its own line.
+one domain, the first word of a name. The formatter is off, because it would give each argument of a row its own line.
 
 Names follow https://prometheus.io/docs/practices/naming/: base units, unit in the name, `_total` on counters only. No
 row has a label that the scrape owns (`job, instance, namespace, pod, container, node, service`).

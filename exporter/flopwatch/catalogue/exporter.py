@@ -3,7 +3,6 @@
 from flopwatch.catalogue.row import GPU, counter, gauge, info
 
 # fmt: off
-
 FLOPWATCH_BUILD_INFO = info("flopwatch_build_info", "Version of this exporter.", ("version",), "flopwatch.__version__")
 FLOPWATCH_COLLECTOR_SUPPORTED = gauge("flopwatch_collector_supported",
     "1 if the collector's source exists on this host, else 0.", ("collector",), "flopwatch.node.scrape.scrape")

@@ -3,7 +3,6 @@
 from flopwatch.catalogue.row import GPU, counter, gauge, info
 
 # fmt: off
-
 # Identity and state.
 GPU_INFO = info("gpu_info", "Identity of one GPU. source is nvml, or simulated for a GPU of a simulated host.", (*GPU,
     "host", "model", "pci_bus_id", "serial", "board_part_number", "module_id", "numa_node", "driver_version",
@@ -28,7 +27,6 @@ GPU_MIG_MODE = gauge("gpu_mig_mode", "1 if the GPU is partitioned (MIG).", GPU, 
 GPU_CHASSIS_INFO = info("gpu_chassis_info",
     "Position of a GPU in its chassis: serial number of the chassis, slot, compute tray, host in the slot (Blackwell "
     "and later).", (*GPU, "chassis_serial", "slot", "tray", "slot_node"), "DCGM fields 572-575")
-
 # Utilization.
 GPU_UTILIZATION_RATIO = gauge("gpu_utilization_ratio",
     "Share of the driver's last sampling window (1/6 to 1 s) in which a kernel ran on the GPU. A busy GPU may be "
@@ -61,7 +59,6 @@ GPU_PROCESSES = gauge("gpu_processes",
     (*GPU, "owner"), "nvmlDeviceGetComputeRunningProcesses_v3, /proc/PID/cgroup")
 GPU_PROCESS_MEMORY_BYTES = gauge("gpu_process_memory_bytes", "Device memory held by the processes of an owner, as in "
     "gpu_processes.", (*GPU, "owner"), "nvmlDeviceGetComputeRunningProcesses_v3 usedGpuMemory")
-
 # Memory.
 GPU_MEMORY_USED_BYTES = gauge("gpu_memory_used_bytes", "Device memory allocated.", GPU,
     "nvmlDeviceGetMemoryInfo v2 used")
@@ -73,7 +70,6 @@ GPU_BAR1_USED_BYTES = gauge("gpu_bar1_used_bytes", "Bytes of the PCIe window (BA
     "nvmlDeviceGetBAR1MemoryInfo used")
 GPU_BAR1_TOTAL_BYTES = gauge("gpu_bar1_total_bytes", "Size of the PCIe window (BAR1).", GPU,
     "nvmlDeviceGetBAR1MemoryInfo total")
-
 # Temperature and power.
 GPU_TEMPERATURE_CELSIUS = gauge("gpu_temperature_celsius", "Temperature of the GPU die.", GPU,
     "nvmlDeviceGetTemperatureV, nvmlDeviceGetTemperature", key=True)
@@ -99,7 +95,6 @@ GPU_POWER_LIMIT_MAX_WATTS = gauge("gpu_power_limit_max_watts", "Highest power li
     "nvmlDeviceGetPowerManagementLimitConstraints, mW", scale=1e-3)
 GPU_ENERGY_JOULES_TOTAL = counter("gpu_energy_joules_total", "Energy drawn since the driver was loaded.", GPU,
     "NVML field 83, nvmlDeviceGetTotalEnergyConsumption, mJ", scale=1e-3, key=True)
-
 # Clocks.
 GPU_GRAPHICS_CLOCK_HERTZ = gauge("gpu_graphics_clock_hertz", "Clock of the graphics engine.", GPU,
     "nvmlDeviceGetClockInfo graphics, MHz", scale=1e6)
@@ -122,7 +117,6 @@ GPU_CLOCK_EVENT_ACTIVE = gauge("gpu_clock_event_active",
 GPU_CLOCK_EVENT_SECONDS_TOTAL = counter("gpu_clock_event_seconds_total",
     "Time for which the GPU's clock was throttled, by reason.", (*GPU, "reason"),
     "NVML fields 74, 76, 269, 270, 271, ns; older drivers 75, 77-79", scale=1e-9, key=True)
-
 # Memory errors and repair.
 GPU_ECC_ERRORS_TOTAL = counter("gpu_ecc_errors_total",
     "Errors of the GPU's memory since the driver was loaded: corrected ones cost nothing, uncorrected ones end the "
@@ -149,7 +143,6 @@ GPU_RETIRED_PAGES_PENDING = gauge("gpu_retired_pages_pending", "1 if pages wait 
     "NVML field 31")
 GPU_REPAIR_PENDING = gauge("gpu_repair_pending", "1 if a repair waits for the next reset: channel, tpc (Hopper and "
     "later).", (*GPU, "part"), "nvmlDeviceGetRepairStatus")
-
 # PCIe.
 GPU_PCIE_GENERATION = gauge("gpu_pcie_generation", "Current PCIe generation of the link. Falls while the GPU idles, by "
     "design.", GPU, "nvmlDeviceGetCurrPcieLinkGeneration")
@@ -165,7 +158,6 @@ GPU_PCIE_TRANSMIT_BYTES_TOTAL = counter("gpu_pcie_transmit_bytes_total", "Bytes 
     "NVML field 197, GPM metric 20, DCGM field 1009")
 GPU_PCIE_RECEIVE_BYTES_TOTAL = counter("gpu_pcie_receive_bytes_total", "Bytes received by the GPU over PCIe.", GPU,
     "NVML field 198, GPM metric 21, DCGM field 1010")
-
 # MIG instances.
 GPU_MIG_INFO = info("gpu_mig_info", "Identity of one MIG instance of a GPU.",
     (*GPU, "gpu_instance", "compute_instance", "mig_uuid", "profile"),
@@ -185,7 +177,6 @@ GPU_MIG_TENSOR_ACTIVE_SECONDS_TOTAL = counter("gpu_mig_tensor_active_seconds_tot
 GPU_MIG_DRAM_ACTIVE_SECONDS_TOTAL = counter("gpu_mig_dram_active_seconds_total",
     "Share of the device memory's bandwidth that a MIG instance used, integrated over time.", (*GPU, "gpu_instance"),
     "nvmlGpmMigSampleGet, GPM metric 10")
-
 # NVLink fabric (multi-GPU and multi-node).
 GPU_FABRIC_INFO = info("gpu_fabric_info", "NVLink fabric of the GPU: its cluster, and the clique of GPUs that it can "
     "reach.", (*GPU, "cluster", "clique"), "nvmlDeviceGetGpuFabricInfoV")
@@ -199,7 +190,6 @@ GPU_FABRIC_FAULT = gauge("gpu_fabric_fault",
     "1 while the driver reports this fault of the NVLink fabric: degraded_bandwidth, route_recovery, route_unhealthy, "
     "access_timeout, incorrect_configuration, no_partition, manager_disconnected. Absent until it first occurs after "
     "the exporter's start.", (*GPU, "fault"), "nvmlDeviceGetGpuFabricInfoV healthMask")
-
 # Xid: what the driver reports about a GPU.
 GPU_XID_ERRORS_TOTAL = counter("gpu_xid_errors_total",
     "Xid errors counted by this exporter across its restarts. The usual critical codes start at 0. The code other sums "
@@ -218,7 +208,6 @@ GPU_XID_RECOVERY_ACTION_ID = gauge("gpu_xid_recovery_action_id", "Action that th
 GPU_DRIVER_EVENTS_TOTAL = counter("gpu_driver_events_total",
     "Driver events without an Xid: unavailable, recovery_action (the recovery action changed).", (*GPU, "event"),
     "nvmlEventSetWait_v2, event types 0x4000 and 0x8000")
-
 # Owners.
 GPU_OWNER_INFO = info("gpu_owner_info", "Owner of a GPU or MIG instance. source is kubelet, slurm, job_mapping, "
     "process (a user outside of any job), none or unknown. A shared GPU has one series per owner, at most 8.", (*GPU,

@@ -3,7 +3,6 @@
 from flopwatch.catalogue.row import RANK, counter, gauge, info
 
 # fmt: off
-
 HOST_TOPOLOGY_INFO = info("host_topology_info", "Rack, leaf switch and NVLink domain of the host. source is where they "
     "were read: kubernetes, slurm or csv.", ("host", "rack", "leaf", "domain", "source"),
     "--topology: topograph's node labels (kubernetes), Slurm's topology.conf (slurm) or a CSV file (csv)")

@@ -1,8 +1,7 @@
 """Rows of InfiniBand, RoCE and EFA ports, read from sysfs.
 
-The row of a counter names its files and the width of its register. PortCounters of the InfiniBand specification stick
-at their highest value, and 32-bit registers in hw_counters/ wrap (mlx5 driver, `counters.c`). A scrape over its series
-budget drops the last rows of this file first.
+The row of a counter has its files and the width of its register. PortCounters of the InfiniBand specification stick at
+their highest value. 32-bit registers in hw_counters/ wrap (mlx5 driver, `counters.c`).
 """
 
 from dataclasses import dataclass
@@ -12,20 +11,14 @@ from flopwatch.catalogue.row import PORT, Metric, counter, gauge, info
 
 @dataclass(frozen=True, slots=True)
 class PortCounter(Metric):
-    """Row of a counter whose files are in the port's sysfs folder, or in the device's (`device/...`).
+    """Row of a counter whose files are in the port's sysfs folder, or in the device's (`device/...`)."""
 
-    `files` are the names that different drivers use, or with a third label one file per series. A register of `bits`
-    bits `sticks` at its highest value or wraps. A `quiet` counter has no series before its first event, so that a
-    healthy port stays within its series budget. Files in `words` count 4-byte words. Files in `legacy` have 32 bits
-    that stick on an adapter without extended counters (mlx4, ConnectX-2 and older).
-    """
-
-    files: tuple[str, ...] = ()
-    bits: int = 64
-    sticks: bool = False
-    quiet: bool = False
-    words: tuple[str, ...] = ()
-    legacy: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()  # names that different drivers use, or with a third label one file per series
+    bits: int = 64  # width of the register
+    sticks: bool = False  # at the highest value of the register, which else wraps
+    quiet: bool = False  # no series before the first event, so that a healthy port stays within its series budget
+    words: tuple[str, ...] = ()  # files that count 4-byte words
+    legacy: tuple[str, ...] = ()  # files with 32 bits that stick without extended counters (mlx4, ConnectX-2 and older)
 
 
 def port_counter(
@@ -58,7 +51,6 @@ def port_counter(
 
 
 # fmt: off
-
 INFINIBAND_INFO = info("infiniband_info", "Identity of one port.",
     (*PORT, "host", "board_id", "firmware_version", "hca_type", "link_layer", "net_device", "role", "rail"),
     "/sys/class/infiniband/D/{board_id,fw_ver,hca_type}, ports/P/link_layer; role and rail from the PCI topology")
@@ -101,7 +93,6 @@ INFINIBAND_TEMPERATURE_CELSIUS = gauge("infiniband_temperature_celsius",
     (*PORT, "sensor"), "device/hwmon/*/temp*_input, mlx5 from Linux 6.7, thousandths", scale=1e-3)
 INFINIBAND_CARRIER_CHANGES_TOTAL = counter("infiniband_carrier_changes_total", "Times the port's net device lost or "
     "gained its carrier. Absent on InfiniBand.", PORT, "/sys/class/net/N/carrier_changes")
-
 # Traffic.
 INFINIBAND_TRANSMIT_DATA_BYTES_TOTAL = port_counter("infiniband_transmit_data_bytes_total",
     "Bytes sent. Converted from 4-byte words, except on EFA.", "counters/port_xmit_data",
@@ -117,7 +108,6 @@ INFINIBAND_TRANSMIT_PACKETS_TOTAL = port_counter("infiniband_transmit_packets_to
 INFINIBAND_RECEIVE_PACKETS_TOTAL = port_counter("infiniband_receive_packets_total", "Packets received.",
     "counters/port_rcv_packets", "counters_ext/port_rcv_packets_64", "hw_counters/rx_pkts",
     legacy=("counters/port_rcv_packets",))
-
 # The link.
 INFINIBAND_SYMBOL_ERRORS_TOTAL = port_counter("infiniband_symbol_errors_total",
     "Errors on the wire that the link code could not correct.", "counters/symbol_error", sticks=16, key=True)
@@ -138,7 +128,6 @@ INFINIBAND_LOCAL_ACK_TIMEOUTS_TOTAL = port_counter("infiniband_local_ack_timeout
 INFINIBAND_TRANSPORT_RETRIES_EXCEEDED_TOTAL = port_counter("infiniband_transport_retries_exceeded_total",
     "Queue pairs given up after all retries. The job aborts (NCCL status 12).",
     "hw_counters/req_transport_retries_exceeded", wraps=32)
-
 # Congestion, and the receiver.
 INFINIBAND_TRANSMIT_WAIT_TICKS_TOTAL = port_counter("infiniband_transmit_wait_ticks_total",
     "Ticks in which the port had data to send and no credit. The tick is device specific: compare rails, never alert "
@@ -174,7 +163,6 @@ INFINIBAND_DUPLICATE_REQUESTS_TOTAL = port_counter("infiniband_duplicate_request
     "Requests received a second time, because acknowledgements were lost.", "hw_counters/duplicate_request", wraps=32)
 INFINIBAND_VL15_DROPPED_TOTAL = port_counter("infiniband_vl15_dropped_total",
     "Management packets dropped for lack of buffers.", "counters/VL15_dropped", sticks=16)
-
 # Errors that end jobs.
 INFINIBAND_REQUESTER_ERRORS_TOTAL = port_counter("infiniband_requester_errors_total",
     "Requests that completed with an error: a failing job.", "hw_counters/req_cqe_error", wraps=32)
@@ -186,7 +174,6 @@ INFINIBAND_REQUESTER_FLUSHES_TOTAL = port_counter("infiniband_requester_flushes_
 INFINIBAND_RESPONDER_FLUSHES_TOTAL = port_counter("infiniband_responder_flushes_total",
     "Responses flushed when a queue pair was closed: normal at the end of a job.", "hw_counters/resp_cqe_flush_error",
     wraps=32)
-
 # EFA.
 INFINIBAND_RETRANSMITTED_BYTES_TOTAL = port_counter("infiniband_retransmitted_bytes_total",
     "Bytes retransmitted (EFA, Nitro v4 and later).", "hw_counters/retrans_bytes")
@@ -236,7 +223,6 @@ INFINIBAND_EFA_READ_REQUESTS_TOTAL = port_counter("infiniband_efa_read_requests_
     "hw_counters/rdma_read_wrs")
 INFINIBAND_EFA_WRITE_REQUESTS_TOTAL = port_counter("infiniband_efa_write_requests_total", "RDMA write requests (EFA).",
     "hw_counters/rdma_write_wrs")
-
 # Traffic by kind.
 INFINIBAND_RECEIVED_WRITE_REQUESTS_TOTAL = port_counter("infiniband_received_write_requests_total",
     "RDMA writes received.", "hw_counters/rx_write_requests", wraps=32)
@@ -250,7 +236,6 @@ INFINIBAND_TRANSMIT_MULTICAST_PACKETS_TOTAL = port_counter("infiniband_transmit_
     "Multicast packets sent.", "counters/multicast_xmit_packets", "counters_ext/port_multicast_xmit_packets")
 INFINIBAND_RECEIVE_MULTICAST_PACKETS_TOTAL = port_counter("infiniband_receive_multicast_packets_total",
     "Multicast packets received.", "counters/multicast_rcv_packets", "counters_ext/port_multicast_rcv_packets")
-
 # What a healthy port never counts.
 INFINIBAND_TRANSMIT_CONSTRAINT_ERRORS_TOTAL = port_counter("infiniband_transmit_constraint_errors_total",
     "Packets not sent because of a partition or raw filter.", "counters/port_xmit_constraint_errors", sticks=8,
@@ -285,7 +270,6 @@ INFINIBAND_RECEIVED_ATOMIC_REQUESTS_TOTAL = port_counter("infiniband_received_at
     "RDMA atomics received.", "hw_counters/rx_atomic_requests", wraps=32, quiet=True)
 INFINIBAND_RECEIVED_DYNAMIC_CONNECTS_TOTAL = port_counter("infiniband_received_dynamic_connects_total",
     "Connection requests for dynamically connected targets.", "hw_counters/rx_dct_connect", wraps=32, quiet=True)
-
 # Optional counters, off unless `rdma statistic` turns them on. Only some drivers have them in sysfs.
 INFINIBAND_OPTIONAL_CONGESTION_MARKED_PACKETS_TOTAL = port_counter(
     "infiniband_optional_congestion_marked_packets_total", "Congestion-marked packets received, optional counter.",

@@ -3,7 +3,6 @@
 from flopwatch.catalogue.row import GPU, counter, gauge, info
 
 # fmt: off
-
 NVLINK_LINKS = gauge("nvlink_links", "NVLinks of the GPU by state: active, inactive. sleep and disabled are absent "
     "without such links.", (*GPU, "state"), "NVML fields 91 and 165, nvmlDeviceGetNvLinkState")
 NVLINK_INFO = info("nvlink_info", "NVLink generation of the GPU's links.", (*GPU, "version"), "NVML field 166")

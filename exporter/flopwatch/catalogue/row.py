@@ -10,19 +10,15 @@ Type = Literal["counter", "gauge", "histogram", "info"]
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """Row of the catalogue: the definition of one metric family.
-
-    `source` is where the values are read, and is printed in HELP. A value of the source times `scale` has the unit in
-    the name. `key` marks the rows that README lists.
-    """
+    """Row of the catalogue: the definition of one metric family."""
 
     name: str
     type: Type
     help: str
     labels: tuple[str, ...]
-    source: str
-    scale: float = 1.0
-    key: bool = False
+    source: str  # where the values are read; printed in HELP
+    scale: float = 1.0  # a value of the source times this has the unit in the name
+    key: bool = False  # README lists the row
 
     def __str__(self) -> str:
         return self.name
@@ -36,24 +32,24 @@ class Metric:
 def counter(
     name: str, help: str, labels: tuple[str, ...], source: str, *, scale: float = 1.0, key: bool = False
 ) -> Metric:
-    """Return the row of a counter."""
+    """Return the catalogue's row for a counter family."""
     return Metric(name, "counter", help, labels, source, scale, key)
 
 
 def gauge(
     name: str, help: str, labels: tuple[str, ...], source: str, *, scale: float = 1.0, key: bool = False
 ) -> Metric:
-    """Return the row of a gauge."""
+    """Return the catalogue's row for a gauge family."""
     return Metric(name, "gauge", help, labels, source, scale, key)
 
 
 def info(name: str, help: str, labels: tuple[str, ...], source: str, *, key: bool = False) -> Metric:
-    """Return the row of an info family, whose value is 1 and whose labels are the information."""
+    """Return the catalogue's row for an info family: its value is 1 and its labels are the information."""
     return Metric(name, "info", help, labels, source, key=key)
 
 
 def histogram(name: str, help: str, labels: tuple[str, ...], source: str) -> Metric:
-    """Return the row of a histogram."""
+    """Return the catalogue's row for a histogram family."""
     return Metric(name, "histogram", help, labels, source)
 
 

@@ -3,7 +3,6 @@
 from flopwatch.catalogue.row import RUN, counter, gauge
 
 # fmt: off
-
 RUN_SECONDS_TOTAL = counter("run_seconds_total", "Wall clock of the run by bucket: productive, lost, startup, compile, "
     "data_stall, checkpoint_save, checkpoint_restore, evaluation, generation, down, queue, other. Buckets are "
     "exclusive and never reclassified.", (*RUN, "bucket"), "flopwatch.ledger.buckets", key=True)

@@ -9,7 +9,6 @@ _RUN = ("run",)
 PHASES = ("host_to_device", "forward", "backward", "optimizer", "garbage_collection")
 
 # fmt: off
-
 TRAINING_RUN_INFO = info("training_run_info",
     "Declarations of the run: FLOP convention, matmul dtype, source of the peak, owner, team and page policy. Reported "
     "by one rank.", (*_RUN, "tenant", "attempt", "convention", "dtype", "flops_source", "peak_source", "step_source",

@@ -2,8 +2,7 @@
 
 `xid.csv` is NVIDIA's Xid catalogue (https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html) with a
 severity of ours. `error` ends the job and leaves the GPU fine, `critical` needs a reset or a drain, `fatal` a reboot or
-new hardware. `sxid.csv` is from the Fabric Manager user guide
-(https://docs.nvidia.com/datacenter/tesla/fabric-manager-user-guide/).
+new hardware. `sxid.csv` is from https://docs.nvidia.com/datacenter/tesla/fabric-manager-user-guide/.
 """
 
 import csv
@@ -17,16 +16,13 @@ SXID_SEVERITIES = {"always fatal": "fatal", "potentially fatal": "critical", "no
 
 @dataclass(frozen=True, slots=True)
 class XidMeaning:
-    """Meaning of an Xid or SXid: NVIDIA's name, class (`category`) and action, and flopwatch's severity.
-
-    `page` is the action, as a sentence, for a GPU that is not fit for work after this Xid. It is empty for other codes.
-    """
+    """Meaning of an Xid or SXid: NVIDIA's name, class (`category`) and action, and flopwatch's severity and `page`."""
 
     name: str
     category: str
     severity: str
     action: str
-    page: str = ""
+    page: str = ""  # what to do with a GPU that is not fit for work after this Xid; empty for other codes
 
 
 @cache

@@ -16,12 +16,11 @@ from flopwatch.settings import Address, ExporterSettings, SettingsError
 if TYPE_CHECKING:
     from flopwatch.node.scrape.reader import SourcesFactory
 
-# The result of add_subparsers(), whose class is private.
-Commands = Any
+Commands = Any  # the result of add_subparsers(), whose class is private
 
 
 def command(commands: Commands, name: str, run: Callable[[argparse.Namespace], int | None], text: str) -> Any:
-    """Register a command and return its parser. `run` receives the parsed flags and returns the exit status."""
+    """Register a command with argparse and return its parser. `run` receives the flags and returns the exit status."""
     parser = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
     parser.set_defaults(command=run)
     return parser
@@ -33,7 +32,7 @@ def flag(parser: Any, name: str, metavar: str, text: str, type: Callable[[str], 
 
 
 def given(options: argparse.Namespace, settings: type[Any]) -> dict[str, Any]:
-    """Return the flags with a value that are fields of the dataclass `settings`, by name."""
+    """Return, by name, each parsed flag that has a value and is a field of the dataclass `settings`."""
     names = {field.name for field in fields(settings)}
     return {name: value for name, value in vars(options).items() if name in names and value is not None}
 
@@ -70,7 +69,7 @@ def address(text: str) -> Address:
 
 
 def number(kind: Callable[[str], float], fits: Callable[[Any], bool], what: str) -> Callable[[str], Any]:
-    """Return an argparse type: `kind` parses the number, `fits` accepts it, and the error names `what` is expected."""
+    """Return an argparse type: `kind` parses the number, `fits` accepts it, and `what` describes it in errors."""
 
     def parse(text: str) -> Any:
         with suppress(ValueError):

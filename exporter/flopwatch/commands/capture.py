@@ -15,7 +15,7 @@ FIRST_USER = 1000  # lower uids are system accounts (login.defs(5), UID_MIN)
 
 
 def run(options: argparse.Namespace) -> None:
-    """Capture this host into a new folder, and print what could not be captured. Raises SettingsError."""
+    """Save what this host's drivers return in a new folder, and print what is missing. Raises SettingsError."""
     import time
 
     from flopwatch.node.capture import capture

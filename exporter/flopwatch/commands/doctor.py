@@ -12,7 +12,7 @@ from flopwatch.settings import ExporterSettings, SettingsError
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the report. Return 1 if present hardware cannot be read, else 0."""
+    """Print what can be read on this node. Return 1 if hardware is present but cannot be read, else 0."""
     chosen = given(options, ExporterSettings)
     if options.running:
         parser = argparse.ArgumentParser("flopwatch doctor --running", add_help=False)
@@ -28,10 +28,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def running(proc: Path = Path("/proc")) -> list[str]:
-    """Return the flags of the exporter that runs in this mount namespace, else of one in another namespace.
-
-    Raises SettingsError if no exporter runs, or several with different flags.
-    """
+    """Return the flags of the one exporter in this mount namespace, else in any. Raises SettingsError without one."""
     here, elsewhere = set[tuple[str, ...]](), set[tuple[str, ...]]()
     for process in proc.glob("[0-9]*"):
         try:

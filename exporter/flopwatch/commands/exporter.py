@@ -1,4 +1,4 @@
-"""`flopwatch exporter`: the node exporter."""
+"""`flopwatch exporter`: serve this node's GPUs, ports and training ranks to Prometheus."""
 
 import argparse
 import sys

@@ -114,7 +114,6 @@ def add(commands: Commands) -> None:
 
 
 def _flags(parser: argparse.ArgumentParser, **more: Any) -> None:
-    """Add the flags of `serve`."""
     defaults = LedgerSettings()
     web = "TLS, and users of /metrics: a web configuration file of Prometheus exporters (docs/tls.md)"
     new = "time for which a new run's counters are served as 0, so that Prometheus sees them rise"

@@ -1,7 +1,7 @@
 """`flopwatch peak`: print the dense peak FLOP/s of a card from the table by NVML name, or measure it.
 
-Without a name, the card is the first that CUDA's driver lists: https://docs.nvidia.com/cuda/cuda-driver-api/index.html.
-Unlike NVML, CUDA's driver respects CUDA_VISIBLE_DEVICES and names MIG slices.
+Without a name, the card is the first that CUDA's driver lists. Unlike NVML, it respects CUDA_VISIBLE_DEVICES and names
+MIG slices: https://docs.nvidia.com/cuda/cuda-driver-api/index.html.
 """
 
 from __future__ import annotations

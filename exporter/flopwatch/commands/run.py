@@ -2,7 +2,7 @@
 
 The script runs in this process as Python would run it (https://docs.python.org/3/using/cmdline.html). It is __main__
 and has its own sys.argv and sys.path[0]. Exit status, exceptions and Ctrl-C work as usual. This module does not import
-PyTorch, because training/autolog attaches its hooks once the script has imported torch.
+PyTorch: training/autolog attaches its hooks once the script has.
 """
 
 from __future__ import annotations
@@ -52,10 +52,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _asked_to_leave(trace: TracebackType | None) -> str | None:
-    """Return stopped or preempted if a signal handler (SIGINT or another) raised this SystemExit, else None.
-
-    The exit status does not matter, because such a script saves its state and exits on request.
-    """
+    """Return stopped or preempted if a signal handler (SIGINT or another) raised this SystemExit, else None."""
     handlers = {getattr(signal.getsignal(number), "__code__", None): number for number in signal.valid_signals()}
     while trace is not None:
         number = handlers.get(trace.tb_frame.f_code)

@@ -29,8 +29,6 @@ class UnknownModel(ValueError):
 
 
 class _HasDictionary(Protocol):
-    """Configuration object of transformers."""
-
     def to_dict(self) -> dict[str, Any]: ...
 
 
@@ -41,16 +39,12 @@ class _ConfigFields:
         self._given, self.kind, self._defaults = given, kind, defaults
 
     def get(self, *names: str) -> Any:
-        """Return the first of these fields that the file has, else the family's default, else None.
-
-        A null in the file means None, not the default: for instance, no window.
-        """
+        """Return the first of these fields in the file, null as None, else the family's default, else None."""
         given = [self._given[name] for name in names if name in self._given]
         values = given or [self._defaults[name] for name in names if name in self._defaults]
         return next((value for value in values if value is not None), None)
 
     def has(self, name: str) -> bool:
-        """Return whether the file has the field, even as null."""
         return name in self._given
 
     def number(self, *names: str, default: Any = _REQUIRED, least: int = 1, most: int = 10**9) -> Any:
@@ -65,7 +59,6 @@ class _ConfigFields:
         return value
 
     def flag(self, name: str, default: bool) -> bool:
-        """Return a boolean field, or the default if the field is missing or null."""
         value = self.get(name)
         if value is None:
             return default
@@ -114,7 +107,7 @@ def _one_window(f: _ConfigFields, layers: int) -> Windows:
 
 
 def _alternating(f: _ConfigFields, layers: int) -> Windows:
-    """Return a window per layer, by layer_types or else for all but each `full_every`-th. None without windows."""
+    """Return each layer's window: by layer_types, else for all but each `full_every`-th layer. None without one."""
     family = FAMILIES[f.kind]
     every = f.number(*family.full_every_from, default=family.full_every)
     types = f.layer_types(layers)
@@ -129,7 +122,7 @@ def _where(f: _ConfigFields, types: list[bool]) -> Windows:
 
 
 def _qwen_windows(f: _ConfigFields, layers: int) -> Windows:
-    """Return a window per layer, by layer_types or else from max_window_layers on. None without use_sliding_window."""
+    """Return each layer's window: by layer_types, else from max_window_layers on. None without use_sliding_window."""
     types = f.layer_types(layers)
     if not f.flag("use_sliding_window", False):
         if any(types or ()) and f.get("sliding_window"):
@@ -313,7 +306,7 @@ def _transformer(f: _ConfigFields, family: _Family, mtp: bool | None, vocabulary
 
 
 def _has(f: _ConfigFields, bias: bool | str) -> int:
-    """Return 1 if a bias exists, else 0. `bias` is a constant of the family or the name of a boolean field."""
+    """Return 1 if the model has a bias, else 0. `bias` is the family's answer or names the field that decides."""
     return int(f.flag(bias, False) if isinstance(bias, str) else bias)
 
 
@@ -334,7 +327,7 @@ def _norms_and_biases(
 
 
 def _experts(f: _ConfigFields, family: _Family) -> int:
-    """Return the number of routed experts per layer: 0 by family, or if the file has 0 (Qwen) or null (DeepSeek)."""
+    """Return the routed experts per layer: 0 if the family has none, or the file has 0 (Qwen) or null (DeepSeek)."""
     if not family.expert_width:
         return 0
     optional = family.dense and any(f.has(name) for name in _EXPERTS)

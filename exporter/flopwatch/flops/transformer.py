@@ -199,7 +199,7 @@ class Transformer:
         return self.flops_per_sequence(sequence_length, convention) + again
 
     def terms(self, sequence_length: int, convention: Convention = "causal") -> tuple[Term, ...]:
-        """Return the summands of `flops_per_sequence`: each kind of matmul, then the attention scores by window."""
+        """Return the summands of `flops_per_sequence`: kinds of matmul, then attention scores. Raises ValueError."""
         s = sequence_length
         if s < 1:
             raise ValueError(f"a sequence of {s} tokens has nothing to count")
@@ -242,7 +242,7 @@ class Transformer:
         return self.width // self.heads if self.head_dim is None else self.head_dim
 
     def _expert_biases(self, experts: int) -> int:
-        """Return the number of biases in `experts` experts of every sparse layer."""
+        """Return the number of biases in `experts` experts of every layer with experts."""
         if not self.expert_biases:
             return 0
         sparse = sum(not self._is_dense(layer) for layer in range(self.layers))
@@ -293,7 +293,7 @@ class Transformer:
         return [*lowest, *self._layer(self.layers - low, sum(dense[low:]), trains), head]
 
     def _low_passes(self) -> int:
-        """Return the passes through a frozen lowest layer: 2 if a tied LM head trains, else 1 without a gradient."""
+        """Return the passes of a frozen lowest layer: 2 if a tied LM head trains and needs its gradient, else 1."""
         return 2 if self.tied_embeddings and "lm_head" not in self.frozen else 1
 
     def _mtp(self) -> list[Matmuls]:

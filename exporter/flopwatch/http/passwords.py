@@ -8,15 +8,13 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
-# Passwords that may wait for their hash. Hashes are computed one at a time, and further passwords are refused.
-MAX_WAITING = 8
+MAX_WAITING = 8  # passwords; hashes are computed one at a time, and further passwords are refused
 
 
 class Passwords:
     """Check of passwords against bcrypt hashes, with a cache, because one hash takes 50 ms or more.
 
-    The cache has one keyed digest per user, of user, hash and last correct password, in memory only. An unknown user's
-    check takes as long as a known user's.
+    The cache has a keyed digest of each user's last password, in memory only. Unknown users take as long as known ones.
     """
 
     def __init__(self) -> None:

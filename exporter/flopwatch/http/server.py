@@ -24,8 +24,7 @@ log = logging.getLogger(__name__)
 MAX_BYTES = 1 << 20  # of a request body
 # Seconds to receive the headers of a request and its body, and to wait for a client that reads a response slowly.
 HEADERS_TIMEOUT, BODY_TIMEOUT, RESPONSE_TIMEOUT = 10.0, 10.0, 15.0
-# Seconds for which a body may continue to arrive after the response, so that the client can read the response.
-LINGER = 1.0
+LINGER = 1.0  # seconds a body may arrive after the response, so that the client can read the response
 
 
 class BodyTooLarge(ValueError):
@@ -107,7 +106,7 @@ async def read_body(request: Request) -> bytes:
 
 
 class _Server(uvicorn.Server):
-    """Server that ignores signals, because uvicorn would let the signal end the process instead of status 0."""
+    """Server that leaves signals to its caller. uvicorn would end the process by the signal, not with status 0."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -128,7 +127,6 @@ class _IdleTimeout:
             self._timer = protocol.loop.call_later(seconds, protocol.transport.abort)
 
     def stop(self) -> None:
-        """Stop the timer."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -138,11 +136,10 @@ class _Protocol(H11Protocol):
     """One HTTP connection with timeouts for slow requests and for slow readers of a response.
 
     uvicorn bounds only the pause between two requests. A client that sends a request byte by byte would hold one of
-    `max_connections`, and a client that reads a response so slowly would hold the response's memory.
+    `max_connections`. A client that reads a response byte by byte would hold the response in memory.
     """
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Start the timeout of the first request."""
         assert isinstance(transport, asyncio.Transport)  # the transport of every stream, TLS or not
         self._request_timeout, self._response_timeout = _IdleTimeout(HEADERS_TIMEOUT), _IdleTimeout(RESPONSE_TIMEOUT)
         super().connection_made(transport)
@@ -181,7 +178,6 @@ class _Protocol(H11Protocol):
         self._response_timeout.stop()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop both timeouts."""
         self._request_timeout.stop()
         self._response_timeout.stop()
         super().connection_lost(exc)

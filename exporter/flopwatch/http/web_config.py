@@ -62,8 +62,7 @@ _HEADERS: dict[str, tuple[str, ...]] = {
     "Strict-Transport-Security": (),
 }
 _BCRYPT = re.compile(r"\$2[aby]\$([0-9]{2})\$[./A-Za-z0-9]{53}")
-# Costs of a bcrypt hash. Each step doubles its time, and a cost of 10 takes 50 ms.
-MIN_COST, MAX_COST = 4, 16
+MIN_COST, MAX_COST = 4, 16  # of a bcrypt hash; each step doubles its time, and a cost of 10 takes 50 ms
 MAX_DEPTH = 3  # of keys and indices
 _PACKAGES = "--web-config needs PyYAML and bcrypt; install flopwatch[exporter]"
 
@@ -87,7 +86,7 @@ class Tls:
         return tuple(file for file in files if file is not None)
 
     def context(self) -> ssl.SSLContext:
-        """Return the TLS context. Raises SettingsError if a file cannot be used."""
+        """Return the listener's TLS context. Raises SettingsError if a file cannot be used."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version, context.maximum_version = self.min_version, self.max_version
         for key, file in (("cert_file", self.cert_file), ("key_file", self.key_file)):
@@ -131,7 +130,7 @@ _Flag = Literal["", "true", "false"]
 
 
 class _Section(BaseModel):
-    """Section of the file. `unsupported` has keys of the format that are errors, with the end of the error's text."""
+    """Section of the file. `unsupported` maps each key that flopwatch rejects to the advice at the error's end."""
 
     model_config = ConfigDict(defer_build=True)
     unsupported: ClassVar[Mapping[str, str]] = {}
@@ -331,10 +330,7 @@ def _stat(file: Path) -> tuple[int, int, int] | None:
 
 
 class Web:
-    """Web configuration file in use: `protect` wraps an application, `secure` adds TLS to its server.
-
-    Raises SettingsError for a file that cannot be used.
-    """
+    """Web configuration in use: `protect` guards an application, `secure` adds TLS. Raises SettingsError."""
 
     def __init__(self, file: Path, flag: str = "--web-config") -> None:
         self._name = f"{flag} {file}"
@@ -431,7 +427,7 @@ class ReloadingSSLContext(ssl.SSLContext):
         self._web = web
 
     def wrap_bio(self, *arguments: Any, **keywords: Any) -> ssl.SSLObject:
-        """Return the TLS object of a new connection."""
+        """Return the TLS object of a new connection, after changed files were reloaded."""
         self._web.refresh()
         assert self._web.context is not None
         return self._web.context.wrap_bio(*arguments, **keywords)
