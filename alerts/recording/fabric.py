@@ -32,7 +32,7 @@ RECORDS: tuple[Record, ...] = (
               last_over_time(infiniband_port_state_id[<30m>])
             )
         """,
-        "1 for a port that has been active. A port that never was is not in use.",
+        "1 for a port that is active or has been. Absent for a port that has never been active, which is not in use.",
     ),
     Record(
         "place",
@@ -46,7 +46,8 @@ RECORDS: tuple[Record, ...] = (
               (count by (instance) (instance:training_run:info) == 1)
             )
         """,
-        "Rail of a compute port, and the run on its host if there is exactly one.",
+        "1 with the rail of a compute port and the run on the port's host. Absent unless exactly one run has "
+        "ranks on the host.",
     ),
     Record(
         "rails",
@@ -70,8 +71,8 @@ RECORDS: tuple[Record, ...] = (
               and on (run)
             (count by (run) (rail:infiniband_transmit_bytes:rate5m) > 1)
         """,
-        "Traffic of the run's slowest rail over its median rail, 1 if they are even. Absent while rails are nearly "
-        "idle.",
+        "Traffic of the run's slowest rail over the traffic of its median rail, 1 if all rails are even. Absent "
+        "with a single rail, or while the median rail sends less than 1 MB/s.",
     ),
     Record(
         "rails",
@@ -94,7 +95,8 @@ RECORDS: tuple[Record, ...] = (
               / on (run) group_left ()
             (sum by (run) (rail:infiniband_transmit_wait_ticks:rate5m) > 0)
         """,
-        "This rail's share of the run's credit wait. Even is one over the number of rails. Absent if no rail waits.",
+        "This rail's share of the run's credit wait. If the rails are even, it is 1 divided by the number of "
+        "rails. Absent if no rail waits.",
     ),
     Record(
         "rails",
@@ -106,7 +108,7 @@ RECORDS: tuple[Record, ...] = (
               (max by (instance, device, port) (rate(infiniband_congestion_notifications_handled_total[<5m>])))
             )
         """,
-        "Congestion notifications per second that slowed down a sender of this rail, mean over the run's hosts. RoCE.",
+        "Congestion notifications per second that slowed down a port of this rail, mean over the run's hosts. RoCE.",
     ),
     Record(
         "rails",

@@ -35,7 +35,7 @@ RECORDS: tuple[Record, ...] = (
         "fleet",
         RUN_BEGAN,
         "min by (tenant, run) (run_start_timestamp_seconds)",
-        "Time of the first process start of a run, as Unix time.",
+        "Time of a run's first process start, as Unix time.",
     ),
     Record(
         "fleet",
@@ -55,7 +55,7 @@ RECORDS: tuple[Record, ...] = (
               and
             run:run_productive_gpu_seconds:sum
         """,
-        "GPU-seconds attributed to buckets, of a run that has a goodput.",
+        "GPU-seconds of a run that are attributed to buckets. Absent for a run without a goodput.",
     ),
     Record(
         "fleet",
@@ -71,19 +71,19 @@ RECORDS: tuple[Record, ...] = (
               max by (tenant, run, status) (run_attempt_ends_total{status=~"failed|silent"})
             )
         """,
-        ("Unplanned ends of a run."),
+        "Unplanned ends of a run's attempts.",
     ),
     Record(
         "fleet",
         RUN_RECOVERIES,
         "max by (tenant, run) (run_recoveries_total)",
-        "Unplanned ends that a run recovered from.",
+        "Recoveries of a run from unplanned ends.",
     ),
     Record(
         "fleet",
         RUN_RECOVERY,
         "max by (tenant, run) (run_recovery_seconds_total)",
-        "Seconds a run took to recover from its unplanned ends.",
+        "Seconds that a run took for all its recoveries from unplanned ends.",
     ),
     Record(
         "fleet",
@@ -115,7 +115,7 @@ RECORDS: tuple[Record, ...] = (
               ) > 0
             )
         """,
-        "Productive GPU-seconds over all attributed in the last seven days, of all runs with a goodput.",
+        "Productive GPU-seconds over all attributed GPU-seconds of the last seven days, of all runs with a goodput.",
     ),
     Record(
         "fleet",
@@ -180,7 +180,8 @@ RECORDS: tuple[Record, ...] = (
               ) > 0
             )
         """,
-        "Time from an unplanned end to the first new step, mean of the last 30 days. Absent without one.",
+        "Seconds from an unplanned end to the first step above the high-water mark, mean over the recoveries of "
+        "the last 30 days. Absent without a recovery.",
     ),
     Record(
         "fleet",
@@ -227,8 +228,8 @@ RECORDS: tuple[Record, ...] = (
               and on (host)
             host:sign_of_failure:bool
         """,
-        "Unplanned ends of a run with ranks on a host that had a sign of failure when the run ended, for a quarter "
-        "of an hour.",
+        "Unplanned ends of a run so far, for each of its hosts that had a sign of failure at the latest end. "
+        "Present for a quarter of an hour after that end.",
     ),
     Record(
         "fleet",
@@ -276,7 +277,7 @@ RECORDS: tuple[Record, ...] = (
               0 * group by (host) (instance:host:info)
             )
         """,
-        "Signs of the last seven days that a host makes runs fail: unplanned ends with a sign of failure, different "
-        "critical Xids per GPU, straggling ranks, and ports that dropped.",
+        "Number of signs in the last seven days that a host makes runs fail: unplanned ends with a sign of "
+        "failure, different critical Xids per GPU, straggling ranks, and ports that dropped.",
     ),
 )

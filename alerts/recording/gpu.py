@@ -35,14 +35,14 @@ RECORDS: tuple[Record, ...] = (
               unless on (run)
             training_rank_info{uuid=""}
         """,
-        "Power of the run's GPUs. A GPU that two runs share counts in both. Absent unless every rank's GPU is known "
-        "and measured.",
+        "Power of the run's GPUs in watts. A GPU that two runs share counts in both. Absent unless every rank's "
+        "GPU is known and measured.",
     ),
     Record(
         "detail",
         TOKEN_ENERGY,
         "run:gpu_energy_joules:rate5m / (run:training_tokens:rate5m > 0)",
-        "Energy of the run's GPUs per token.",
+        "Energy of the run's GPUs per token, in joules.",
     ),
     Record("fleet", FLEET_GPUS, "count(group by (uuid) (gpu_present == 1))", ("GPUs that answer.")),
     Record(
@@ -73,6 +73,6 @@ RECORDS: tuple[Record, ...] = (
               or
             0 * fleet:gpu_present:count
         """,
-        "GPUs that answer and have no owner. A GPU whose owner is unknown is in neither count.",
+        "GPUs that answer and have no owner. A GPU whose owner is unknown counts neither as idle nor as allocated.",
     ),
 )

@@ -58,8 +58,8 @@ RECORDS: tuple[Record, ...] = (
               sum by (run, rank) (training_activity_seconds_total{activity!~"step|data_stall"})
             )
         """,
-        "Seconds of the last five minutes that a rank spent in anything but steps and waiting for data, for the rank "
-        "with most.",
+        "Seconds of the last five minutes that a rank spent in activities other than steps and waiting for data, "
+        "highest of the run's ranks.",
     ),
     Record(
         "training",
@@ -104,21 +104,21 @@ RECORDS: tuple[Record, ...] = (
               run:training_open_step_began_seconds:max < time() - <3600_seconds>
             )
         """,
-        "The same for a step that is older than 60 s and than three times the p99 of the last hour's steps, or, "
-        "without one, than an hour.",
+        "Start of the run's open step, as Unix time, if the step is overdue: older than 60 s and than three times "
+        "the p99 of the last hour's steps, or older than an hour. Absent if it is not.",
     ),
     Record(
         "training",
         STEPPING,
         'max by (run) (sum by (run, rank) (rate(training_activity_seconds_total{activity="step"}[<1m>])))',
-        "Share of the last minute that a rank of the run spent in steps, for the rank with most.",
+        "Share of the last minute that a rank spent in steps, highest of the run's ranks.",
     ),
     Record(
         "training",
         COLLECTIVES,
         "max by (run) (changes(training_collective_sequence_number[<1m>]) > bool 0)",
-        "1 if a rank of the run started a collective in the last minute, 0 if no rank did. Absent where they are not "
-        "counted.",
+        "1 if a rank of the run started a collective in the last minute, 0 if no rank did. Absent where "
+        "collectives are not counted.",
     ),
     Record(
         "training",
@@ -142,7 +142,7 @@ RECORDS: tuple[Record, ...] = (
               max by (uuid) (rate(gpu_tensor_active_seconds_total[<1m>]))
             )
         """,
-        "The same for the run's least busy GPU.",
+        "Share of the last minute that tensor cores were active, for the run's least busy GPU.",
     ),
     Record(
         "training",
@@ -174,7 +174,8 @@ RECORDS: tuple[Record, ...] = (
               max by (uuid) (max_over_time(gpu_power_watts[<1h>:<5m>]))
             )
         """,
-        "Highest power of the run's GPUs in the last minute over that in the last hour, mean over the GPUs.",
+        "Highest power of the run's GPUs in the last minute over their highest power in the last hour, mean over "
+        "the GPUs.",
     ),
     Record(
         "training",
@@ -232,8 +233,8 @@ RECORDS: tuple[Record, ...] = (
               )
             )
         """,
-        "1 for a rank that existed before the overdue step of its run and no longer does. Absent if the run has as "
-        "many ranks as it declares.",
+        "1 for a rank that existed before the overdue step of its run and no longer reports. Absent if the run "
+        "has as many ranks as it declares.",
     ),
     Record(
         "verdict",
@@ -387,7 +388,7 @@ RECORDS: tuple[Record, ...] = (
               rank:training_gone:bool
             )
         """,
-        "1 for each sign that a rank of a run with an overdue step is the one the others wait for: gone, silent, "
+        "1 for each sign that the other ranks of a run with an overdue step wait for this rank: gone, silent, "
         "blocked, data, sequence, gpu, idle, computing, link.",
     ),
     Record(
@@ -412,8 +413,8 @@ RECORDS: tuple[Record, ...] = (
               / on (run) group_left ()
             (count by (run) (count by (run, sign) (rank:training_hang:sign)) + 0.2) > 0.5
         """,
-        "Share of the signs that point at this rank, if most do. Each sign has one vote, split among the ranks it "
-        "points at, and a fifth of a vote is doubt.",
+        "Share of the signs of a hang that point at this rank. Absent unless above one half. Each sign has one "
+        "vote, split among the ranks it points at, and a fifth of a vote is doubt.",
     ),
     Record(
         "verdict",
@@ -451,6 +452,8 @@ RECORDS: tuple[Record, ...] = (
               ) > 1
             )
         """,
-        "The same for one of several hosts of a run, if no single rank stands out.",
+        "Share of the signs of a hang that point at the ranks on this host, with votes as in "
+        "rank:training_hang:suspect. Absent unless above one half, if a rank is a suspect, or if the run has a "
+        "single host.",
     ),
 )

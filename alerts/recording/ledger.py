@@ -68,7 +68,7 @@ _WHOLE_RUN = (
               and on (tenant, run)
             run_seconds_total{bucket!="queue"} > 0
         """,
-        "Productive time over wall clock since the first process start. Absent before any time is attributed.",
+        "Productive time over wall clock since the run's first process start. Absent before any time is attributed.",
     ),
     Record(
         "ledger",
@@ -88,7 +88,7 @@ _WHOLE_RUN = (
               and on (tenant, run)
             run_seconds_total{bucket!="queue"} > 0
         """,
-        "Productive time over wall clock since submission. Absent if the submission is unknown.",
+        "Productive time over wall clock since the run's submission. Absent if the submission is unknown.",
     ),
     Record(
         "ledger",
@@ -114,7 +114,7 @@ _WHOLE_RUN = (
               ) > 0
             )
         """,
-        "Share of the wall clock since the first process start in each bucket that is not productive.",
+        "Share of the wall clock since the run's first process start, by each bucket that is not productive.",
     ),
     Record(
         "ledger",
@@ -128,7 +128,8 @@ _WHOLE_RUN = (
               ) > 0
             )
         """,
-        "Running time per unplanned end, including the time since the last one. Absent before the first.",
+        "Running time of a run per unplanned end, in seconds, including the time since the last end. Absent "
+        "before the first.",
     ),
     Record(
         "ledger",
@@ -138,7 +139,8 @@ _WHOLE_RUN = (
               /
             (max by (tenant, run) (run_recoveries_total) > 0)
         """,
-        "Time from an unplanned end to the first new step, mean over the recoveries. Absent before the first.",
+        "Seconds from an unplanned end to the first step above the high-water mark, mean over the run's "
+        "recoveries. Absent before the first.",
     ),
     Record(
         "ledger",
@@ -169,7 +171,7 @@ _WINDOW = (
             0 * (min by (tenant, run) (last_over_time(run_start_timestamp_seconds[<5m>])) > time() - <SINCE>)
         """,
         "1 if the same generation of the run was reported before the last PERIOD, 0 if it began since. Absent if "
-        "that is unknown.",
+        "neither is known.",
     ),
     Record(
         "windows",
@@ -190,7 +192,7 @@ _WINDOW = (
               and on (tenant, run)
             run:run_books:bool_WINDOW
         """,
-        "Seconds attributed to each bucket in the last PERIOD.",
+        "Seconds of the run attributed to each bucket in the last PERIOD.",
     ),
     Record(
         "windows",
@@ -211,7 +213,7 @@ _WINDOW = (
               and on (tenant, run)
             run:run_books:bool_WINDOW
         """,
-        "Seconds of the last PERIOD that are not attributed yet.",
+        "Seconds of the last PERIOD that are not attributed to a bucket yet.",
     ),
     Record(
         "windows",
@@ -221,7 +223,7 @@ _WINDOW = (
               run:run_seconds:difference_WINDOW{bucket!="queue"} or run:run_open_seconds:difference_WINDOW
             )
         """,
-        ("Wall clock of the last PERIOD since the first process start."),
+        "Wall clock of the run in the last PERIOD, from its first process start on.",
     ),
     Record(
         "windows",
@@ -254,7 +256,8 @@ _WINDOW = (
               ) > 0
             )
         """,
-        "ETTR of the last PERIOD. Absent if the submission is unknown.",
+        "ETTR of the last PERIOD: productive time over wall clock since submission. Absent if the submission is "
+        "unknown.",
     ),
     Record(
         "windows",
@@ -296,7 +299,7 @@ _WINDOW = (
               ) > 0
             )
         """,
-        "Effective MFU of the last PERIOD, as far as its time is attributed.",
+        "Effective MFU of the last PERIOD, over the time that is attributed.",
     ),
     Record(
         "windows",
@@ -306,7 +309,7 @@ _WINDOW = (
               / on (tenant, run) group_left ()
             (run:run_wall_seconds:difference_WINDOW > 0)
         """,
-        "Share of the last PERIOD in each bucket that is not productive.",
+        "Share of the last PERIOD, by each bucket that is not productive.",
     ),
 )
 
@@ -343,7 +346,7 @@ _FLEET = (
               and on (tenant, run)
             run:run_books:bool_WINDOW
         """,
-        "GPU-seconds attributed to each bucket in the last PERIOD.",
+        "GPU-seconds of the run attributed to each bucket in the last PERIOD.",
     ),
     Record(
         "windows",
@@ -367,7 +370,7 @@ _FLEET = (
               ) > 0
             )
         """,
-        ("Productive GPU-seconds over those held in the last PERIOD, of all runs with a goodput."),
+        "Productive GPU-seconds over the GPU-seconds held in the last PERIOD, of all runs with a goodput.",
     ),
 )
 

@@ -61,13 +61,13 @@ RECORDS: tuple[Record, ...] = (
               )
             )
         """,
-        "Name of the host an exporter serves.",
+        "1 with the name of the host that an exporter serves.",
     ),
     Record(
         "place",
         NODE_RUN,
         "group by (instance, run) (training_rank_info)",
-        "Runs that have ranks on an exporter's host.",
+        "1 for each run that has ranks on an exporter's host.",
     ),
     Record(
         "training",
@@ -85,7 +85,7 @@ RECORDS: tuple[Record, ...] = (
               unless on (run)
             training_mfu_unavailable == 1
         """,
-        "Model FLOPs over dense peak, in steps. Absent unless every rank has a peak.",
+        "Model FLOPs over the dense peak of the run's GPUs during steps. Absent unless every rank has a peak.",
     ),
     Record(
         "detail",
@@ -97,7 +97,7 @@ RECORDS: tuple[Record, ...] = (
               and on (run)
             run:training_mfu:ratio_rate5m
         """,
-        ("Model FLOPs over dense peak of one rank, where its run has an MFU."),
+        "Model FLOPs over dense peak of one rank. Absent if the rank's run has no MFU.",
     ),
     Record(
         "detail",
@@ -119,7 +119,7 @@ RECORDS: tuple[Record, ...] = (
               and on (run)
             run:training_mfu:ratio_rate5m
         """,
-        ("Model FLOPs over dense peak of a run's ranks on a host, where it has an MFU."),
+        "Model FLOPs over dense peak of a run's ranks on a host. Absent if the run has no MFU.",
     ),
     Record(
         "detail",
@@ -160,25 +160,25 @@ RECORDS: tuple[Record, ...] = (
               /
             (sum by (run) (rate(training_step_duration_seconds_count[<5m>])) > 0)
         """,
-        ("Mean duration of an optimizer step."),
+        "Mean duration of an optimizer step, in seconds.",
     ),
     Record(
         "detail",
         STEP_P50,
         "histogram_quantile(0.5, sum by (run, le) (rate(training_step_duration_seconds_bucket[<5m>]))) >= 0",
-        ("Duration that 50 % of the optimizer steps do not exceed, as far as the histogram's bounds tell."),
+        "Duration in seconds that 50 % of the optimizer steps do not exceed, estimated from the histogram's buckets.",
     ),
     Record(
         "detail",
         STEP_P90,
         "histogram_quantile(0.9, sum by (run, le) (rate(training_step_duration_seconds_bucket[<5m>]))) >= 0",
-        ("Duration that 90 % of the optimizer steps do not exceed, as far as the histogram's bounds tell."),
+        "Duration in seconds that 90 % of the optimizer steps do not exceed, estimated from the histogram's buckets.",
     ),
     Record(
         "detail",
         STEP_P99,
         "histogram_quantile(0.99, sum by (run, le) (rate(training_step_duration_seconds_bucket[<5m>]))) >= 0",
-        ("Duration that 99 % of the optimizer steps do not exceed, as far as the histogram's bounds tell."),
+        "Duration in seconds that 99 % of the optimizer steps do not exceed, estimated from the histogram's buckets.",
     ),
     Record(
         "training", TOKENS, "sum by (run) (rate(training_tokens_total[<5m>]))", ("Tokens per second of the whole run.")
@@ -201,7 +201,8 @@ RECORDS: tuple[Record, ...] = (
               last_over_time(run_gpus[<5m>])
             )
         """,
-        "1 for a run that may page, because it is large or asks to.",
+        "1 for a run whose alerts may page, because the run is large or its training script asks for pages "
+        '(page="always").',
     ),
     Record(
         "training",
@@ -223,8 +224,8 @@ RECORDS: tuple[Record, ...] = (
               group by (run, rank) (last_over_time(training_measured_steps_total[<4_scrapes>]))
             )
         """,
-        "Share of measured step time a rank waits for others, with its pipeline coordinate if known. Absent for a "
-        "stale rank.",
+        "Share of measured step time that a rank waits for others, with its pipeline coordinate if known. Absent "
+        "for a rank that is no longer scraped.",
     ),
     Record(
         "training",
@@ -244,10 +245,15 @@ RECORDS: tuple[Record, ...] = (
               max by (run) (last_over_time(training_world_size[<4_scrapes>]))
             )
         """,
-        "Share of a step a rank costs: the upper median of the waits of the ranks at the same place in the pipeline, "
-        "minus its own. Absent unless every rank is measured.",
+        "Share of a step that a rank costs the others: the upper median of the waits at the same pipeline "
+        "coordinate, minus the rank's own wait. Absent unless every rank is measured.",
     ),
-    Record("training", RUN_SCORE, "max by (run) (rank:training_straggler:score)", ("Score of the run's latest rank.")),
+    Record(
+        "training",
+        RUN_SCORE,
+        "max by (run) (rank:training_straggler:score)",
+        "Highest straggler score of the run's ranks, that is, of the rank the others wait for.",
+    ),
     Record(
         "training",
         EXCUSED,
@@ -274,8 +280,8 @@ RECORDS: tuple[Record, ...] = (
               ) > 1.05
             )
         """,
-        "1 for a rank that is not a straggler even if it is late: it restarted within three windows, or its steps "
-        "have more tokens than the others'.",
+        "1 for a rank that is not a straggler even if the others wait for it: it restarted within three windows, "
+        "or its steps have more tokens than the others'.",
     ),
     Record(
         "training",
@@ -307,8 +313,9 @@ RECORDS: tuple[Record, ...] = (
               ) > 1
             )
         """,
-        "Score of the rank that was latest in three windows in a row, by more than 1 % of a step. Absent if the "
-        "latest rank changed, another is nearly as late, or the rank is excused.",
+        "Straggler score of the rank that had the run's highest score, above 1 % of a step, in three windows in a "
+        "row. Absent if the highest score changed its rank, a second score is nearly as high, or the rank is "
+        "excused.",
     ),
     Record(
         "verdict",
@@ -324,7 +331,7 @@ RECORDS: tuple[Record, ...] = (
               and on (run)
             (count by (run) (count by (run, host) (last_over_time(training_rank_info[<4_scrapes>]))) > 1)
         """,
-        "Mean score of a run's ranks on a host, for runs on several hosts.",
+        "Mean straggler score of a run's ranks on a host. Absent for a run on a single host.",
     ),
     Record(
         "verdict",
@@ -366,8 +373,9 @@ RECORDS: tuple[Record, ...] = (
               unless on (run)
             rank:training_straggler:candidate
         """,
-        "Score of the host whose ranks were latest in three windows in a row, in a run without a single straggling "
-        "rank. Absent under the same conditions.",
+        "Straggler score of the host that had the run's highest score, above 1 % of a step, in three windows in a "
+        "row. Absent if the highest score changed its host, a second score is nearly as high, a rank of the host "
+        "is excused, or a single rank is the candidate.",
     ),
     Record(
         "training",
@@ -383,7 +391,8 @@ RECORDS: tuple[Record, ...] = (
               or on (run, rank)
             (rank:training_straggler:candidate >= <straggler_warning>)
         """,
-        "Score of such a rank that costs at least 10 % of a step, with its host and GPU where they are known.",
+        "Straggler score of a candidate rank that costs at least 10 % of a step, with its host and GPU where they "
+        "are known.",
     ),
     Record(
         "training",

@@ -1,3 +1,3 @@
-"""flopwatch: is my training run advancing the model, and if not, what is to blame?"""
+"""Observability of GPU training: node exporter, training hook, ledger, report and command line."""
 
 __version__ = "0.2.0"

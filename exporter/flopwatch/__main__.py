@@ -1,4 +1,4 @@
-"""Command line of flopwatch. Each command imports what it needs when it runs."""
+"""Entry point of the `flopwatch` command line. Each command imports its dependencies only when it runs."""
 
 import argparse
 import importlib
@@ -16,14 +16,14 @@ COMMANDS += ("size", "boards", "flops", "peak", "stacks", "simulate", "capture",
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit status: 2 for a wrong flag, 1 for a SettingsError."""
+    """Run a command and return its exit status, 1 for a SettingsError. A wrong flag exits with status 2 (check: 3)."""
     parser = _parser()
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
         hint = "; flags of the script go after its name" if options.command is run.run else ""
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     if options.command is run.run:
-        return int(run.run(options))  # exceptions of a training script must pass
+        return int(run.run(options))  # the interpreter handles the training script's exceptions
     try:
         status = int(options.command(options) or 0)
         sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""Settings: one frozen object per process, made from the flags of a command and checked when it is created."""
+"""Settings of each server process: a frozen dataclass, made from a command's flags and checked on creation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ KUBELET_SOCKET = Path("/var/lib/kubelet/pod-resources/kubelet.sock")
 
 
 class SettingsError(ValueError):
-    """Settings that cannot work; the message names the flag and what to change."""
+    """Error raised for settings that cannot work. The message names the flag and what to change."""
 
 
 def _is_loopback(host: str) -> bool:
@@ -20,14 +20,14 @@ def _is_loopback(host: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Host and port to listen on; port 0 lets the kernel choose a free one."""
+    """Host and port to listen on. With port 0, the kernel chooses a free port."""
 
     host: str
     port: int
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """Parse `HOST:PORT`, `[V6]:PORT` or `:PORT` (all interfaces). Raises SettingsError."""
+        """Parse `HOST:PORT`, `[IPv6]:PORT` or `:PORT` (all IPv4 interfaces). Raises SettingsError."""
         host, colon, port = text.rpartition(":")
         if not colon or not port.isdigit() or int(port) > 65535:
             raise SettingsError(f"{text!r} is not an address; write HOST:PORT, for example 127.0.0.1:9450")
@@ -35,11 +35,11 @@ class Address:
 
     @property
     def loopback(self) -> bool:
-        """Whether only this host can connect."""
+        """Return whether only clients on this host can connect."""
         return _is_loopback(self.host)
 
     def place(self) -> tuple[str, socket.AddressFamily]:
-        """Return host and address family to bind: `::` includes IPv4, and is IPv4 only on a host without IPv6."""
+        """Return host and address family to bind. `::` means IPv6 and IPv4, or only IPv4 without dual-stack sockets."""
         if self.host == "::" and not socket.has_dualstack_ipv6():
             return "0.0.0.0", socket.AF_INET
         return self.host, socket.AF_INET6 if ":" in self.host else socket.AF_INET
@@ -50,30 +50,30 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class ExporterSettings:
-    """Settings of the exporter."""
+    """Settings of `flopwatch exporter`."""
 
     listen: Address = Address("0.0.0.0", 9450)
     otlp_listen: Address = Address("127.0.0.1", 4318)
     sysfs: Path = Path("/sys")
     kmsg: Path = Path("/dev/kmsg")
-    dcgm: str = ""  # a running host engine: HOST:PORT, or the path of its socket; empty: none
-    expose: str = ""  # foreign names to publish too: "dcgm", "dcgm-4.8" or "dcgm-4.9"
+    dcgm: str = ""  # DCGM host engine to read: HOST:PORT or its socket's path; empty: no DCGM
+    expose: str = ""  # dcgm-exporter's names to publish too: "dcgm", "dcgm-4.8" or "dcgm-4.9"
     state: Path = Path("/var/lib/flopwatch")
     simulate: str | None = None
     ledger: str = "off"  # "embedded", "off", or the URL of a ledger
     otlp_token_file: Path | None = None
     ledger_token_file: Path | None = None
-    ledger_ca_file: Path | None = None  # CA of a ledger at an https URL; else the system's
-    expect: Path | None = None  # shape of the node; else what `flopwatch check --record` wrote
+    ledger_ca_file: Path | None = None  # CA of a ledger at an https URL; None: the system's CAs
+    expect: Path | None = None  # expected shape; None: the file of `flopwatch check --record`
     web_config: Path | None = None  # TLS and users of the metrics listener
     otlp_web_config: Path | None = None  # TLS of the OTLP listener, whose clients send a token
     host: str = field(default_factory=socket.gethostname)
     kubelet_socket: Path = KUBELET_SOCKET
     job_mapping: Path | None = None
     topology: str = ""  # "slurm:FILE", "csv:FILE", "kubernetes", "kubernetes:URL", or nothing
-    scrape_deadline: float = 2.5  # seconds; less if the timeout of the scraper requires it
+    scrape_deadline: float = 2.5  # seconds a scrape waits for sources, or less if the scraper's timeout is shorter
     stale_after: float = 30.0  # seconds for which the last good samples of a failed source are served
-    rank_timeout: float = 300.0  # seconds without a push after which a rank's series end
+    rank_timeout: float = 300.0  # seconds without a push after which a rank's series are dropped
     silent_after: float = 60.0  # seconds without a snapshot after which the ledger calls a run down
     new_for: float = 60.0  # seconds for which a new run is served with counters at 0, so that rate() sees them start
 
@@ -151,7 +151,7 @@ class KmsgSettings:
 
 @dataclass(frozen=True, slots=True)
 class LedgerSettings:
-    """Settings of the ledger server."""
+    """Settings of `flopwatch ledger serve`."""
 
     listen: Address = Address("127.0.0.1", 9451)
     state: Path = Path("/var/lib/flopwatch-ledger")
@@ -171,7 +171,7 @@ class LedgerSettings:
 
 @dataclass(frozen=True, slots=True)
 class BoardsSettings:
-    """Settings of `flopwatch boards`, the viewer of dashboards."""
+    """Settings of `flopwatch boards`."""
 
     prometheus: str
     token_file: Path | None = None

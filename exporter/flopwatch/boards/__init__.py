@@ -1,1 +1,1 @@
-"""The dashboards in a browser without Grafana: `viewer/` draws them, this package serves them."""
+"""Server of the dashboards for browsers, without Grafana. The page that draws them is in `viewer/`."""

@@ -1,8 +1,7 @@
-"""Server of the viewer: its page, the dashboards as Grafana stores them, and a proxy to Prometheus.
+"""Server of `flopwatch boards`: the viewer's page, the dashboards as Grafana's JSON, and a proxy to Prometheus.
 
-The page is built from `viewer/` and shipped in the wheel; a checkout has it after `make viewer`. The browser sends its
-queries here, so that neither the address nor the token of Prometheus leaves this host. Only reads are passed on:
-https://prometheus.io/docs/prometheus/latest/querying/api/.
+The browser sends its queries to this server, so that Prometheus' address and token stay on this host. The proxy
+forwards only requests that read: https://prometheus.io/docs/prometheus/latest/querying/api/.
 """
 
 import asyncio
@@ -29,14 +28,13 @@ log = logging.getLogger(__name__)
 
 HERE = Path(__file__).resolve().parent
 CHECKOUT = HERE.parents[2]
-# In the wheel; then in a checkout.
-PAGES = HERE / "page", CHECKOUT / "viewer" / "dist"
+PAGES = HERE / "page", CHECKOUT / "viewer" / "dist"  # in the wheel, then in a checkout
 DASHBOARDS = HERE / "dashboards", CHECKOUT / "helm" / "files" / "dashboards"
 
 READS = re.compile(r"query|query_range|query_exemplars|series|labels|label/[A-Za-z_][A-Za-z0-9_]*/values|metadata")
 UPSTREAM_TIMEOUT = 60.0  # seconds
-MAX_BYTES = 32 << 20  # of an answer; a board's are thousands of times smaller
-MAX_QUERIES = 12  # at a time: Prometheus answers 20, those of others included
+MAX_BYTES = 32 << 20  # of a response of Prometheus; those for a dashboard are far smaller
+MAX_QUERIES = 12  # at a time; Prometheus runs 20 queries of all its clients at a time
 MAX_CONNECTIONS = 256
 # Nothing is loaded from elsewhere, so that label values cannot reach another host even if they get into the markup.
 POLICY = (
@@ -47,14 +45,14 @@ HEADERS = {"content-security-policy": POLICY, "x-content-type-options": "nosniff
 
 
 class Upstream:
-    """HTTP API of a Prometheus."""
+    """Client of the HTTP API of a Prometheus server."""
 
     def __init__(self, url: str, token_file: Path | None = None, ca_file: Path | None = None) -> None:
         self._url, self._token_file = url.rstrip("/"), token_file
         self._tls = url_tls(url, ca_file)
 
     def ask(self, path: str, query: str, form: bytes | None) -> tuple[int, bytes]:
-        """Return status and JSON of a response, and status 502 without one. A `form` is sent as POST."""
+        """Return status and JSON of a response, or 502 and an error in JSON without one. A `form` is sent by POST."""
         url = f"{self._url}/api/v1/{path}" + (f"?{query}" if query else "")
         method = "GET" if form is None else "POST"
         headers = {} if form is None else {"Content-Type": "application/x-www-form-urlencoded"}
@@ -78,7 +76,7 @@ class Upstream:
 
 
 def _as_json(status: int, body: bytes) -> bytes:
-    """Return an error response of Prometheus as it is, and that of a proxy in the same format."""
+    """Return an error response of Prometheus as it is, and convert that of a proxy to Prometheus' JSON format."""
     try:
         json.loads(body)
     except ValueError:
@@ -91,7 +89,7 @@ def _error(text: str) -> bytes:
 
 
 def dashboards(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return the dashboards of a folder by uid. Raises SettingsError."""
+    """Return the dashboards in the JSON files of a folder, by uid. Raises SettingsError."""
     boards: dict[str, dict[str, Any]] = {}
     for file in sorted(folder.glob("*.json")):
         try:
@@ -111,7 +109,7 @@ def dashboards(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def page() -> Path:
-    """Return the folder of the built page. Raises SettingsError."""
+    """Return the folder of the built page. Raises SettingsError if the page is not built."""
     for folder in PAGES:
         if (folder / "index.html").is_file():
             return folder
@@ -128,16 +126,16 @@ def boards_app(
     scrape_interval: float,
     names: Collection[str] = (),
 ) -> FastAPI:
-    """Return the page, /api/boards and /api/prometheus. `names` are the host names to answer to, all if empty."""
+    """Return the application: page, /api/boards and /api/prometheus. Empty `names` allow any Host header."""
     app = FastAPI(title="flopwatch boards", docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(GZipMiddleware, minimum_size=2_000, compresslevel=1)
 
     @app.middleware("http")
     async def guard(request: Request, answer: Callable[[Request], Awaitable[Response]]) -> Response:
-        # DNS rebinding: a page elsewhere can point its own name here, and would then read the responses.
+        # DNS rebinding: another site can point its own name at this server, and would then read the responses.
         if names and (request.url.hostname or "") not in names:
             return PlainTextResponse(f"ask for this page as {' or '.join(names)}\n", 421)
-        # A page elsewhere may not send requests either, although it could not read the responses.
+        # Pages of other sites may not send requests either, although they could not read the responses.
         site = request.headers.get("sec-fetch-site", "")
         if request.url.path.startswith("/api/") and site in ("cross-site", "same-site"):
             return PlainTextResponse("ask from the page itself\n", 403)
@@ -147,7 +145,6 @@ def boards_app(
 
     @app.get("/healthz")
     async def healthz() -> PlainTextResponse:
-        """Return ok while the process runs."""
         return PlainTextResponse("ok\n")
 
     app.include_router(_api(boards, upstream, scrape_interval))
@@ -158,7 +155,7 @@ def boards_app(
     @app.get("/d/{uid}")
     @app.get("/d/{uid}/{slug}")
     async def index() -> FileResponse:
-        """Return the page, whose script reads the address."""
+        """Return the page, whose script finds the dashboard's uid in the browser's address."""
         return FileResponse(built / "index.html", headers={"cache-control": "no-cache"})
 
     return app
@@ -169,12 +166,11 @@ def _api(boards: Mapping[str, dict[str, Any]], upstream: Upstream, scrape_interv
 
     @router.get("/settings")
     async def settings() -> dict[str, float]:
-        """Return what the page cannot find out: the time between samples, in seconds."""
+        """Return the scrape interval in seconds, which the page cannot find out."""
         return {"scrape_interval": scrape_interval}
 
     @router.get("/boards")
     async def listed() -> list[dict[str, Any]]:
-        """Return uid, title, description and tags of every dashboard."""
         return [
             {"uid": uid, **{name: board.get(name, "") for name in ("title", "description", "tags")}}
             for uid, board in boards.items()
@@ -182,14 +178,13 @@ def _api(boards: Mapping[str, dict[str, Any]], upstream: Upstream, scrape_interv
 
     @router.get("/boards/{uid}")
     async def board(uid: str) -> dict[str, Any]:
-        """Return one dashboard as Grafana stores it."""
         if uid not in boards:
             raise HTTPException(404, f"no dashboard {uid}")
         return boards[uid]
 
     @router.api_route("/prometheus/{path:path}", methods=["GET", "POST"])
     async def prometheus(path: str, request: Request) -> Response:
-        """Pass a query on to Prometheus."""
+        """Forward a query to Prometheus and return the response."""
         if READS.fullmatch(path) is None:
             raise HTTPException(404, f"{path} is not among what the viewer asks")
         try:
@@ -203,7 +198,7 @@ def _api(boards: Mapping[str, dict[str, Any]], upstream: Upstream, scrape_interv
 
 
 def run(settings: BoardsSettings) -> None:
-    """Serve until SIGTERM or Ctrl-C. Raises SettingsError if these settings cannot work on this host."""
+    """Serve the dashboards until SIGTERM or Ctrl-C. Raises SettingsError if the settings cannot work on this host."""
     http_server.log_to_stderr()
     http_server.check_token("--token-file", settings.token_file)
     web = None if settings.web_config is None else Web(settings.web_config)

@@ -1,10 +1,10 @@
-"""Every metric family flopwatch publishes, once: name, type, help, labels, source and scale.
+"""Every metric family flopwatch publishes, as one row: name, type, help, labels, source and scale.
 
-`str(row)` is the series name, so an f-string is a query. Standard library only. One file per domain, which is the first
-word of the name.
+`str(row)` is the name of the family, so that an f-string is a query. Standard library only. Each file has the rows of
+one domain, the first word of a name. The formatter is off, because it would give each argument of a row its own line.
 
-Names follow https://prometheus.io/docs/practices/naming/: base units, unit in the name, `_total` on counters only, and
-no label that the scrape owns (`job, instance, namespace, pod, container, node, service`).
+Names follow https://prometheus.io/docs/practices/naming/: base units, unit in the name, `_total` on counters only. No
+row has a label that the scrape owns (`job, instance, namespace, pod, container, node, service`).
 """
 
 from collections.abc import Iterator
@@ -24,12 +24,12 @@ from flopwatch.catalogue.row import Sample as Sample
 from flopwatch.catalogue.run import *
 from flopwatch.catalogue.training import *
 
-# The order of docs/metrics.md, and the reverse of the order in which rows are left out over budget.
+# In the order of docs/metrics.md. A scrape over its series budget drops the last rows first.
 DOMAINS = (gpu, nvlink, infiniband, host, training, run, exporter)
 
 
 def all_metrics() -> Iterator[Metric]:
-    """Yield every row, domain by domain, in the order written."""
+    """Yield every row of the catalogue, in the order of DOMAINS and of the rows in their files."""
     for domain in DOMAINS:
         yield from (value for value in vars(domain).values() if isinstance(value, Metric))
 

@@ -1,8 +1,7 @@
-"""InfiniBand, RoCE and EFA ports, read from sysfs.
+"""Rows of InfiniBand, RoCE and EFA ports, read from sysfs.
 
-The row of a counter names its files and the width of its register. PortCounters of the InfiniBand specification stick
-at their highest value, the 32-bit ones in hw_counters/ wrap (mlx5 driver, `counters.c`). Over budget, the last rows of
-this file are dropped first.
+The row of a counter has its files and the width of its register. PortCounters of the InfiniBand specification stick at
+their highest value. 32-bit registers in hw_counters/ wrap (mlx5 driver, `counters.c`).
 """
 
 from dataclasses import dataclass
@@ -12,20 +11,14 @@ from flopwatch.catalogue.row import PORT, Metric, counter, gauge, info
 
 @dataclass(frozen=True, slots=True)
 class PortCounter(Metric):
-    """Counter of a port in sysfs, below the port's folder, or the device's for files that begin with `device/`.
+    """Row of a counter whose files are in the port's sysfs folder, or in the device's (`device/...`)."""
 
-    `files` are the names that different drivers use; with a third label each file is a series. A register of `bits`
-    bits `sticks` at its highest value or wraps. A `quiet` counter has no series before its first event, so that a
-    healthy port stays within its budget. Files in `words` count 4-byte words. Files in `legacy` have 32 bits that stick
-    on an adapter without extended counters (mlx4, ConnectX-2 and older).
-    """
-
-    files: tuple[str, ...] = ()
-    bits: int = 64
-    sticks: bool = False
-    quiet: bool = False
-    words: tuple[str, ...] = ()
-    legacy: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()  # names that different drivers use, or with a third label one file per series
+    bits: int = 64  # width of the register
+    sticks: bool = False  # at the highest value of the register, which else wraps
+    quiet: bool = False  # no series before the first event, so that a healthy port stays within its series budget
+    words: tuple[str, ...] = ()  # files that count 4-byte words
+    legacy: tuple[str, ...] = ()  # files with 32 bits that stick without extended counters (mlx4, ConnectX-2 and older)
 
 
 def port_counter(
@@ -42,15 +35,15 @@ def port_counter(
 ) -> PortCounter:
     """Return the row of a port's counter.
 
-    Its register has `sticks` bits and sticks at its highest value, or has `wraps` bits and wraps, or has 64. HELP gets
-    a sentence about that and about `quiet`. The source is the list of files.
+    Its register has `sticks` bits and sticks at its highest value, has `wraps` bits and wraps, or has 64 bits. HELP
+    gets a sentence about the register and about `quiet`. The source lists the files.
     """
     if sticks:
         text += f" Sticks at {2**sticks - 1}."
     elif wraps:
         text += f" The register wraps at 2^{wraps}, the counter does not."
     if quiet:
-        text += " Absent before the first."
+        text += " Absent before the first event."
     source = (", " if label else ", else ").join(files)
     bits = sticks or wraps or 64
     labels = (*PORT, *label)
@@ -58,58 +51,49 @@ def port_counter(
 
 
 # fmt: off
-# A table: the formatter would print each argument of a row on a line of its own.
-
 INFINIBAND_INFO = info("infiniband_info", "Identity of one port.",
     (*PORT, "host", "board_id", "firmware_version", "hca_type", "link_layer", "net_device", "role", "rail"),
     "/sys/class/infiniband/D/{board_id,fw_ver,hca_type}, ports/P/link_layer; role and rail from the PCI topology")
 INFINIBAND_PORT_PRESENT = gauge("infiniband_port_present",
-    "1 if the port is in /sys, 0 if it is in this host's inventory and is gone. Absent while its adapter belongs "
-    "to a container or a virtual machine.", PORT,
-    "/sys/class/infiniband and /sys/bus/pci against the persisted inventory")
+    "1 if the port is in /sys, 0 if it is in this host's inventory and is gone. Absent while its adapter belongs to a "
+    "container or a virtual machine.", PORT, "/sys/class/infiniband and /sys/bus/pci against the persisted inventory")
 INFINIBAND_PORT_STATE_ID = gauge("infiniband_port_state_id",
-    "Logical state: 0 none, 1 down, 2 init (no subnet manager), 3 armed, 4 active, 5 active-defer. On EFA 4 if the "
-    "net device is up, 1 if it is down.", PORT, "ports/P/state; net device operstate on EFA", key=True)
-INFINIBAND_PORT_PHYSICAL_STATE_ID = gauge("infiniband_port_physical_state_id",
-    "Physical state: 1 sleep, 2 polling (no signal), 3 disabled, 4 training, 5 link up, 6 error recovery, 7 test.",
-    PORT, "ports/P/phys_state")
+    "Logical state of the port: 0 none, 1 down, 2 init (no subnet manager), 3 armed, 4 active, 5 active-defer. On EFA "
+    "4 if the net device is up, 1 if it is down.", PORT, "ports/P/state; net device operstate on EFA", key=True)
+INFINIBAND_PORT_PHYSICAL_STATE_ID = gauge("infiniband_port_physical_state_id", "Physical state of the port: 1 sleep, 2 "
+    "polling (no signal), 3 disabled, 4 training, 5 link up, 6 error recovery, 7 test.", PORT, "ports/P/phys_state")
 INFINIBAND_PORT_RATE_BYTES_PER_SECOND = gauge("infiniband_port_rate_bytes_per_second",
-    "Active speed times width, in each direction.", PORT, "ports/P/rate, Gb/s", scale=1e9 / 8)
+    "Rate of the port in each direction: active speed times width.", PORT, "ports/P/rate, Gb/s", scale=1e9 / 8)
 INFINIBAND_PORT_EXPECTED_RATE_BYTES_PER_SECOND = gauge("infiniband_port_expected_rate_bytes_per_second",
-    "Highest rate of this port while active, kept across restarts.", PORT,
+    "Highest rate that this port had while active, kept across restarts of the exporter.", PORT,
     "ports/P/rate over time, STATE/port_history.json, Gb/s", scale=1e9 / 8)
 INFINIBAND_LINK_FLAPS_TOTAL = counter("infiniband_link_flaps_total",
-    "Times the link was down for at least 25 s and came back.", PORT, "ports/P/state over time")
+    "Times the port's link was down for at least 25 s and came up again.", PORT, "ports/P/state over time")
 INFINIBAND_LINK_OUTAGES_TOTAL = counter("infiniband_link_outages_total",
-    "Times the link, active before, stayed down for 4 minutes.", PORT, "ports/P/state over time")
-INFINIBAND_LINK_FLAPPING = gauge("infiniband_link_flapping",
-    "1 from the third flap within 12 h, until an hour passes without a flap or the file STATE/clear-flaps is created.",
-    PORT, "ports/P/state over time")
+    "Times the port's link had been active and then stayed down for 4 minutes.", PORT, "ports/P/state over time")
+INFINIBAND_LINK_FLAPPING = gauge("infiniband_link_flapping", "1 from the third flap of the port's link within 12 h, "
+    "until an hour passes without a flap or the file STATE/clear-flaps is created.", PORT, "ports/P/state over time")
 INFINIBAND_GPU_AFFINITY_INFO = info("infiniband_gpu_affinity_info",
-    "Ports nearest to a GPU: PIX one switch, PXB several switches, PHB host bridge, NODE one socket, SYS across.",
-    (*PORT, "gpu", "uuid", "affinity"), "/sys/bus/pci paths of port and GPU")
-INFINIBAND_PORT_UNREAD_FILES = gauge("infiniband_port_unread_files",
-    "Counter files of the port that are not read, because the firmware refused them or three of their kind "
-    "(EINVAL, ENXIO) and the kernel logs each try. Retried within an hour. Ports that the fabric manager owns "
-    "refuse all files.", PORT, "errno of reading ports/P")
+    "Ports nearest to a GPU by their PCI path: PIX one switch, PXB several switches, PHB host bridge, NODE one socket, "
+    "SYS across sockets.", (*PORT, "gpu", "uuid", "affinity"), "/sys/bus/pci paths of port and GPU")
+INFINIBAND_PORT_UNREAD_FILES = gauge("infiniband_port_unread_files", "Counter files of the port that are not read, "
+    "because the firmware refused them or three files of their kind (EINVAL, ENXIO) and the kernel logs each try. "
+    "Retried within an hour. Ports that the fabric manager owns refuse all files.", PORT, "errno of reading ports/P")
 INFINIBAND_COUNTER_SATURATED = gauge("infiniband_counter_saturated",
-    "1 for a counter stuck at its highest value until it is cleared (perfquery -R), which is 4294967295 for "
-    "port_xmit_data and its like on adapters without 64-bit counters. Absent for others.", (*PORT, "counter"),
+    "1 for a counter stuck at its highest value until it is cleared (perfquery -R). That value is 4294967295 for "
+    "port_xmit_data and its like on adapters without 64-bit counters. Absent for other counters.", (*PORT, "counter"),
     "counters/ files against the widths of the InfiniBand specification")
-INFINIBAND_PORT_LID = gauge("infiniband_port_lid",
-    "Address assigned by the subnet manager, 0 or 65535 without one. Absent on RoCE.", PORT, "ports/P/lid")
+INFINIBAND_PORT_LID = gauge("infiniband_port_lid", "Address of the port (LID) assigned by the subnet manager, 0 or "
+    "65535 without one. Absent on RoCE.", PORT, "ports/P/lid")
 INFINIBAND_PORT_SUBNET_MANAGER_LID = gauge("infiniband_port_subnet_manager_lid",
-    "Address of the subnet manager. Changes when it fails over. Absent on RoCE.", PORT, "ports/P/sm_lid")
+    "Address (LID) of the subnet manager. Changes when the subnet manager fails over. Absent on RoCE.", PORT,
+    "ports/P/sm_lid")
 INFINIBAND_TEMPERATURE_CELSIUS = gauge("infiniband_temperature_celsius",
-    "Temperature of the adapter (asic) and of its transceiver (Module0). A transceiver above 70 is at risk.",
+    "Temperature of the adapter (asic) and of its transceiver (Module0). A transceiver above 70 degrees is at risk.",
     (*PORT, "sensor"), "device/hwmon/*/temp*_input, mlx5 from Linux 6.7, thousandths", scale=1e-3)
-INFINIBAND_CARRIER_CHANGES_TOTAL = counter("infiniband_carrier_changes_total",
-    "Times the port's net device lost or gained its carrier. Absent on InfiniBand.", PORT,
-    "/sys/class/net/N/carrier_changes")
-
-
+INFINIBAND_CARRIER_CHANGES_TOTAL = counter("infiniband_carrier_changes_total", "Times the port's net device lost or "
+    "gained its carrier. Absent on InfiniBand.", PORT, "/sys/class/net/N/carrier_changes")
 # Traffic.
-
 INFINIBAND_TRANSMIT_DATA_BYTES_TOTAL = port_counter("infiniband_transmit_data_bytes_total",
     "Bytes sent. Converted from 4-byte words, except on EFA.", "counters/port_xmit_data",
     "counters_ext/port_xmit_data_64", "hw_counters/tx_bytes", key=True,
@@ -124,9 +108,7 @@ INFINIBAND_TRANSMIT_PACKETS_TOTAL = port_counter("infiniband_transmit_packets_to
 INFINIBAND_RECEIVE_PACKETS_TOTAL = port_counter("infiniband_receive_packets_total", "Packets received.",
     "counters/port_rcv_packets", "counters_ext/port_rcv_packets_64", "hw_counters/rx_pkts",
     legacy=("counters/port_rcv_packets",))
-
 # The link.
-
 INFINIBAND_SYMBOL_ERRORS_TOTAL = port_counter("infiniband_symbol_errors_total",
     "Errors on the wire that the link code could not correct.", "counters/symbol_error", sticks=16, key=True)
 INFINIBAND_LINK_ERROR_RECOVERY_TOTAL = port_counter("infiniband_link_error_recovery_total",
@@ -144,14 +126,12 @@ INFINIBAND_EXCESSIVE_BUFFER_OVERRUN_ERRORS_TOTAL = port_counter("infiniband_exce
 INFINIBAND_LOCAL_ACK_TIMEOUTS_TOTAL = port_counter("infiniband_local_ack_timeouts_total",
     "Acknowledgements that did not arrive: a dead path.", "hw_counters/local_ack_timeout_err", wraps=32)
 INFINIBAND_TRANSPORT_RETRIES_EXCEEDED_TOTAL = port_counter("infiniband_transport_retries_exceeded_total",
-    "Queue pairs given up after all retries; the job aborts (NCCL status 12).",
+    "Queue pairs given up after all retries. The job aborts (NCCL status 12).",
     "hw_counters/req_transport_retries_exceeded", wraps=32)
-
 # Congestion, and the receiver.
-
 INFINIBAND_TRANSMIT_WAIT_TICKS_TOTAL = port_counter("infiniband_transmit_wait_ticks_total",
-    "Ticks with data to send and no credit. The tick is device specific: compare rails, never alert alone.",
-    "counters/port_xmit_wait", sticks=32)
+    "Ticks in which the port had data to send and no credit. The tick is device specific: compare rails, never alert "
+    "alone.", "counters/port_xmit_wait", sticks=32)
 INFINIBAND_TRANSMIT_DISCARDS_TOTAL = port_counter("infiniband_transmit_discards_total",
     "Packets dropped before sending.", "counters/port_xmit_discards", sticks=16)
 INFINIBAND_RECEIVE_DISCARDS_TOTAL = port_counter("infiniband_receive_discards_total",
@@ -160,7 +140,7 @@ INFINIBAND_RECEIVE_DISCARDS_TOTAL = port_counter("infiniband_receive_discards_to
 INFINIBAND_OUT_OF_BUFFER_TOTAL = port_counter("infiniband_out_of_buffer_total",
     "Packets dropped because the host posted no receive buffer.", "hw_counters/out_of_buffer", wraps=32)
 INFINIBAND_OUT_OF_SEQUENCE_TOTAL = port_counter("infiniband_out_of_sequence_total",
-    "Packets received out of order: loss, or adaptive routing.", "hw_counters/out_of_sequence", wraps=32)
+    "Packets received out of order, because of loss or adaptive routing.", "hw_counters/out_of_sequence", wraps=32)
 INFINIBAND_PACKET_SEQUENCE_ERRORS_TOTAL = port_counter("infiniband_packet_sequence_errors_total",
     "Negative acknowledgements received for lost packets.", "hw_counters/packet_seq_err", wraps=32)
 INFINIBAND_RNR_NAK_RETRIES_TOTAL = port_counter("infiniband_rnr_nak_retries_total",
@@ -180,12 +160,10 @@ INFINIBAND_CONGESTION_NOTIFICATIONS_SENT_TOTAL = port_counter("infiniband_conges
 INFINIBAND_IMPLIED_SEQUENCE_ERRORS_TOTAL = port_counter("infiniband_implied_sequence_errors_total",
     "Acknowledgements beyond the expected number: packets were lost.", "hw_counters/implied_nak_seq_err", wraps=32)
 INFINIBAND_DUPLICATE_REQUESTS_TOTAL = port_counter("infiniband_duplicate_requests_total",
-    "Requests seen before: acknowledgements were lost.", "hw_counters/duplicate_request", wraps=32)
+    "Requests received a second time, because acknowledgements were lost.", "hw_counters/duplicate_request", wraps=32)
 INFINIBAND_VL15_DROPPED_TOTAL = port_counter("infiniband_vl15_dropped_total",
     "Management packets dropped for lack of buffers.", "counters/VL15_dropped", sticks=16)
-
-# Jobs that end.
-
+# Errors that end jobs.
 INFINIBAND_REQUESTER_ERRORS_TOTAL = port_counter("infiniband_requester_errors_total",
     "Requests that completed with an error: a failing job.", "hw_counters/req_cqe_error", wraps=32)
 INFINIBAND_RESPONDER_ERRORS_TOTAL = port_counter("infiniband_responder_errors_total",
@@ -196,9 +174,7 @@ INFINIBAND_REQUESTER_FLUSHES_TOTAL = port_counter("infiniband_requester_flushes_
 INFINIBAND_RESPONDER_FLUSHES_TOTAL = port_counter("infiniband_responder_flushes_total",
     "Responses flushed when a queue pair was closed: normal at the end of a job.", "hw_counters/resp_cqe_flush_error",
     wraps=32)
-
 # EFA.
-
 INFINIBAND_RETRANSMITTED_BYTES_TOTAL = port_counter("infiniband_retransmitted_bytes_total",
     "Bytes retransmitted (EFA, Nitro v4 and later).", "hw_counters/retrans_bytes")
 INFINIBAND_RETRANSMITTED_PACKETS_TOTAL = port_counter("infiniband_retransmitted_packets_total",
@@ -227,18 +203,18 @@ INFINIBAND_OPERATION_ERRORS_TOTAL = port_counter("infiniband_operation_errors_to
     "Resources the adapter did not grant (EFA). A rise at a job's start explains a failed launch.",
     *(f"device/hw_counters/{operation}_err" for operation in ("alloc_pd", "alloc_ucontext", "create_ah", "create_cq",
     "create_qp", "mmap", "reg_mr")), label=("operation",))
-INFINIBAND_EFA_SENT_BYTES_TOTAL = port_counter("infiniband_efa_sent_bytes_total", "Bytes by send requests (EFA).",
+INFINIBAND_EFA_SENT_BYTES_TOTAL = port_counter("infiniband_efa_sent_bytes_total", "Bytes sent by send requests (EFA).",
     "hw_counters/send_bytes")
 INFINIBAND_EFA_RECEIVED_BYTES_TOTAL = port_counter("infiniband_efa_received_bytes_total",
-    "Bytes by receive requests (EFA).", "hw_counters/recv_bytes")
+    "Bytes received by receive requests (EFA).", "hw_counters/recv_bytes")
 INFINIBAND_EFA_READ_BYTES_TOTAL = port_counter("infiniband_efa_read_bytes_total", "Bytes fetched by RDMA reads (EFA).",
     "hw_counters/rdma_read_bytes")
 INFINIBAND_EFA_READ_RESPONSE_BYTES_TOTAL = port_counter("infiniband_efa_read_response_bytes_total",
     "Bytes served to RDMA reads of peers (EFA).", "hw_counters/rdma_read_resp_bytes")
-INFINIBAND_EFA_WRITTEN_BYTES_TOTAL = port_counter("infiniband_efa_written_bytes_total", "Bytes written to peers (EFA).",
-    "hw_counters/rdma_write_bytes")
+INFINIBAND_EFA_WRITTEN_BYTES_TOTAL = port_counter("infiniband_efa_written_bytes_total",
+    "Bytes written to peers by RDMA writes (EFA).", "hw_counters/rdma_write_bytes")
 INFINIBAND_EFA_WRITE_RECEIVED_BYTES_TOTAL = port_counter("infiniband_efa_write_received_bytes_total",
-    "Bytes written to this host by peers (EFA).", "hw_counters/rdma_write_recv_bytes")
+    "Bytes written to this host by RDMA writes of peers (EFA).", "hw_counters/rdma_write_recv_bytes")
 INFINIBAND_EFA_SEND_REQUESTS_TOTAL = port_counter("infiniband_efa_send_requests_total", "Send requests (EFA).",
     "hw_counters/send_wrs")
 INFINIBAND_EFA_RECEIVE_REQUESTS_TOTAL = port_counter("infiniband_efa_receive_requests_total", "Receive requests (EFA).",
@@ -247,9 +223,7 @@ INFINIBAND_EFA_READ_REQUESTS_TOTAL = port_counter("infiniband_efa_read_requests_
     "hw_counters/rdma_read_wrs")
 INFINIBAND_EFA_WRITE_REQUESTS_TOTAL = port_counter("infiniband_efa_write_requests_total", "RDMA write requests (EFA).",
     "hw_counters/rdma_write_wrs")
-
 # Traffic by kind.
-
 INFINIBAND_RECEIVED_WRITE_REQUESTS_TOTAL = port_counter("infiniband_received_write_requests_total",
     "RDMA writes received.", "hw_counters/rx_write_requests", wraps=32)
 INFINIBAND_RECEIVED_READ_REQUESTS_TOTAL = port_counter("infiniband_received_read_requests_total",
@@ -262,9 +236,7 @@ INFINIBAND_TRANSMIT_MULTICAST_PACKETS_TOTAL = port_counter("infiniband_transmit_
     "Multicast packets sent.", "counters/multicast_xmit_packets", "counters_ext/port_multicast_xmit_packets")
 INFINIBAND_RECEIVE_MULTICAST_PACKETS_TOTAL = port_counter("infiniband_receive_multicast_packets_total",
     "Multicast packets received.", "counters/multicast_rcv_packets", "counters_ext/port_multicast_rcv_packets")
-
 # What a healthy port never counts.
-
 INFINIBAND_TRANSMIT_CONSTRAINT_ERRORS_TOTAL = port_counter("infiniband_transmit_constraint_errors_total",
     "Packets not sent because of a partition or raw filter.", "counters/port_xmit_constraint_errors", sticks=8,
     quiet=True)
@@ -292,15 +264,13 @@ INFINIBAND_RESPONDER_REMOTE_ACCESS_ERRORS_TOTAL = port_counter("infiniband_respo
 INFINIBAND_REQUESTER_REMOTE_INVALID_REQUESTS_TOTAL = port_counter("infiniband_requester_remote_invalid_requests_total",
     "Requests that the peer refused as invalid.", "hw_counters/req_remote_invalid_request", wraps=32, quiet=True)
 INFINIBAND_RECEIVE_SWITCH_RELAY_ERRORS_TOTAL = port_counter("infiniband_receive_switch_relay_errors_total",
-    "Packets a switch could not forward; on hosts, their own multicast received again.",
+    "Packets a switch could not forward. On hosts, packets of their own multicast received again.",
     "counters/port_rcv_switch_relay_errors", sticks=16, quiet=True)
 INFINIBAND_RECEIVED_ATOMIC_REQUESTS_TOTAL = port_counter("infiniband_received_atomic_requests_total",
     "RDMA atomics received.", "hw_counters/rx_atomic_requests", wraps=32, quiet=True)
 INFINIBAND_RECEIVED_DYNAMIC_CONNECTS_TOTAL = port_counter("infiniband_received_dynamic_connects_total",
     "Connection requests for dynamically connected targets.", "hw_counters/rx_dct_connect", wraps=32, quiet=True)
-
-# Optional counters, off unless `rdma statistic` turns them on; in sysfs only with some drivers.
-
+# Optional counters, off unless `rdma statistic` turns them on. Only some drivers have them in sysfs.
 INFINIBAND_OPTIONAL_CONGESTION_MARKED_PACKETS_TOTAL = port_counter(
     "infiniband_optional_congestion_marked_packets_total", "Congestion-marked packets received, optional counter.",
     "hw_counters/cc_rx_ce_pkts", quiet=True)

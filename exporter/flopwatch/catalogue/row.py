@@ -1,4 +1,4 @@
-"""A row of the catalogue, and the labels that identify one GPU, port, rank or run."""
+"""Class of a row of the catalogue, and the labels that identify one GPU, port, rank or run."""
 
 from __future__ import annotations
 
@@ -10,19 +10,15 @@ Type = Literal["counter", "gauge", "histogram", "info"]
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric family.
-
-    `source` is where the number comes from, and is printed in HELP. A value of the source times `scale` has the unit of
-    the name. `key` marks the rows that README lists.
-    """
+    """Row of the catalogue: the definition of one metric family."""
 
     name: str
     type: Type
     help: str
     labels: tuple[str, ...]
-    source: str
-    scale: float = 1.0
-    key: bool = False
+    source: str  # where the values are read; printed in HELP
+    scale: float = 1.0  # a value of the source times this has the unit in the name
+    key: bool = False  # README lists the row
 
     def __str__(self) -> str:
         return self.name
@@ -36,28 +32,28 @@ class Metric:
 def counter(
     name: str, help: str, labels: tuple[str, ...], source: str, *, scale: float = 1.0, key: bool = False
 ) -> Metric:
-    """Return the row of a counter."""
+    """Return the catalogue's row for a counter family."""
     return Metric(name, "counter", help, labels, source, scale, key)
 
 
 def gauge(
     name: str, help: str, labels: tuple[str, ...], source: str, *, scale: float = 1.0, key: bool = False
 ) -> Metric:
-    """Return the row of a gauge."""
+    """Return the catalogue's row for a gauge family."""
     return Metric(name, "gauge", help, labels, source, scale, key)
 
 
 def info(name: str, help: str, labels: tuple[str, ...], source: str, *, key: bool = False) -> Metric:
-    """Return the row of an info family: its value is 1, and its labels are the facts."""
+    """Return the catalogue's row for an info family: its value is 1 and its labels are the information."""
     return Metric(name, "info", help, labels, source, key=key)
 
 
 def histogram(name: str, help: str, labels: tuple[str, ...], source: str) -> Metric:
-    """Return the row of a histogram."""
+    """Return the catalogue's row for a histogram family."""
     return Metric(name, "histogram", help, labels, source)
 
 
-# One reading: the row, its label values in the row's order, and the source's own number (Scrape multiplies by scale).
+# One reading: row, label values in the row's order, and the source's own value, which Scrape multiplies by scale.
 Sample = tuple[Metric, tuple[str, ...], float]
 
 GPU = ("gpu", "uuid")

@@ -1,62 +1,54 @@
-"""Run accounting: the ledger."""
+"""Rows of runs, published by the ledger."""
 
 from flopwatch.catalogue.row import RUN, counter, gauge
 
 # fmt: off
-# A table: the formatter would print each argument of a row on a line of its own.
-
-RUN_SECONDS_TOTAL = counter("run_seconds_total",
-    "Wall clock of the run by bucket: productive, lost, startup, compile, data_stall, checkpoint_save, "
-    "checkpoint_restore, evaluation, generation, down, queue, other. Buckets are exclusive and never reclassified.",
-    (*RUN, "bucket"), "flopwatch.ledger.buckets", key=True)
-RUN_GPU_SECONDS_TOTAL = counter("run_gpu_seconds_total", "The same time multiplied by the GPUs held.", (*RUN, "bucket"),
-    "flopwatch.ledger.buckets")
+RUN_SECONDS_TOTAL = counter("run_seconds_total", "Wall clock of the run by bucket: productive, lost, startup, compile, "
+    "data_stall, checkpoint_save, checkpoint_restore, evaluation, generation, down, queue, other. Buckets are "
+    "exclusive and never reclassified.", (*RUN, "bucket"), "flopwatch.ledger.buckets", key=True)
+RUN_GPU_SECONDS_TOTAL = counter("run_gpu_seconds_total", "Wall clock of the run by bucket, as in run_seconds_total, "
+    "times the number of GPUs held.", (*RUN, "bucket"), "flopwatch.ledger.buckets")
 RUN_OPEN_SECONDS = gauge("run_open_seconds",
-    "Wall clock not yet attributed to a bucket, because no evidence brackets it. All buckets but queue, plus this, "
-    "are the wall clock.", RUN, "flopwatch.ledger.run", key=True)
-RUN_PROVISIONAL_SECONDS = gauge("run_provisional_seconds", "Productive time not yet covered by a durable checkpoint.",
-    RUN, "flopwatch.ledger.buckets")
-RUN_GPUS = gauge("run_gpus", "GPUs the run holds. Those of its last attempt while it is down.", RUN,
+    "Wall clock of the run not yet attributed to a bucket, because evidence of how it was spent is missing. All "
+    "buckets but queue, plus this, are the wall clock.", RUN, "flopwatch.ledger.run", key=True)
+RUN_PROVISIONAL_SECONDS = gauge("run_provisional_seconds",
+    "Productive time of steps above the last durable checkpoint.", RUN, "flopwatch.ledger.buckets")
+RUN_GPUS = gauge("run_gpus", "GPUs the run holds, or while the run is down those of its last attempt.", RUN,
     "flopwatch.ledger.run")
-RUN_STATE = gauge("run_state",
-    "1 for the state of the run: queued (also after a preemption), running, down, completed, stopped.", (*RUN, "state"),
-    "flopwatch.ledger.run", key=True)
+RUN_STATE = gauge("run_state", "1 for the state of the run: queued (also after a preemption), running, down, "
+    "completed, stopped.", (*RUN, "state"), "flopwatch.ledger.run", key=True)
 RUN_ATTEMPTS_TOTAL = counter("run_attempts_total", "Attempts started: first start, restarts, moves, resizes.", RUN,
     "flopwatch.ledger.run")
-RUN_ATTEMPT_ENDS_TOTAL = counter("run_attempt_ends_total",
-    "Attempts that ended, by status: completed, stopped, preempted, resized, failed, silent. failed and silent are "
-    "unplanned.", (*RUN, "status"), "flopwatch.ledger.run")
+RUN_ATTEMPT_ENDS_TOTAL = counter("run_attempt_ends_total", "Attempts that ended, by status: completed, stopped, "
+    "preempted, resized, failed, silent. failed and silent are unplanned.", (*RUN, "status"), "flopwatch.ledger.run")
 RUN_RECOVERIES_TOTAL = counter("run_recoveries_total",
-    "Recoveries from unplanned ends: the run completed a step above its high-water mark again. Further ends before "
-    "that belong to the same recovery.", RUN, "flopwatch.ledger.run")
+    "Recoveries from unplanned ends of attempts. A recovery counts once the run completes a step above its high-water "
+    "mark. Further ends before that step belong to the same recovery.", RUN, "flopwatch.ledger.run")
 RUN_RECOVERY_SECONDS_TOTAL = counter("run_recovery_seconds_total",
-    "Wall clock of those recoveries, from the last report of the ended attempt to the new step, with down time, "
-    "startup, restore and re-executed steps. Divided by run_recoveries_total it is the mean time to recovery.", RUN,
-    "flopwatch.ledger.run")
-RUN_INCIDENTS_TOTAL = counter("run_incidents_total",
-    "Incidents by kind and cause, counted when their evidence is complete. Kinds: end (of an attempt, not of the "
-    "run), slow (a stretch of slow steps), stall (a time without a step that came to an end).", (*RUN, "kind", "cause"),
-    "flopwatch.ledger.attribution")
+    "Wall clock of the recoveries in run_recoveries_total, from the last report of the ended attempt to the new step, "
+    "with down time, startup, restore and re-executed steps. Divided by run_recoveries_total it is the mean time to "
+    "recovery.", RUN, "flopwatch.ledger.run")
+RUN_INCIDENTS_TOTAL = counter("run_incidents_total", "Incidents by kind and cause, counted when their evidence is "
+    "complete. Kinds: end (of an attempt, after which the run went on), slow (a stretch of slow steps), stall (a time "
+    "without a step, after which steps went on).", (*RUN, "kind", "cause"), "flopwatch.ledger.attribution")
 RUN_BADPUT_GPU_SECONDS_TOTAL = counter("run_badput_gpu_seconds_total",
-    "GPU time these incidents cost. end: the open step, down, startup, restore and re-execution until the next new "
-    "step. slow, stall: time above the usual, a part of productive, data_stall and checkpoint_save. No second is "
-    "in two incidents.", (*RUN, "kind", "cause"), "flopwatch.ledger.attribution")
+    "GPU time that the incidents in run_incidents_total cost. end: the open step, down, startup, restore and "
+    "re-execution until the next new step. slow, stall: time above the usual, a part of productive, data_stall and "
+    "checkpoint_save. No second is in two incidents.", (*RUN, "kind", "cause"), "flopwatch.ledger.attribution")
 RUN_STRAGGLER_GPU_SECONDS_TOTAL = counter("run_straggler_gpu_seconds_total",
-    "GPU time that the run waited for one late rank or host, a part of productive. Counted once it was the latest "
-    "in three windows of two minutes in a row. Absent where waits are not measured.", RUN,
-    "flopwatch.ledger.stragglers")
-RUN_ATTEMPT_CONFLICT = gauge("run_attempt_conflict",
-    "1 while two attempts report under the name of this run. The later start counts.", RUN,
-    "flopwatch.ledger.run")
+    "GPU time that the run waited for one rank or host, a part of productive. Counted once the others waited for it in "
+    "three windows of two minutes in a row. Absent where waits are not measured.", RUN, "flopwatch.ledger.stragglers")
+RUN_ATTEMPT_CONFLICT = gauge("run_attempt_conflict", "1 while two attempts report under the name of this run. The "
+    "attempt that started later counts.", RUN, "flopwatch.ledger.run")
 RUN_HIGH_WATER_STEPS = gauge("run_high_water_steps", "Highest step the run ever completed.", RUN,
     "flopwatch.ledger.buckets")
 RUN_COMMITTED_STEPS = gauge("run_committed_steps", "Step of the run's last durable checkpoint.", RUN,
     "flopwatch.ledger.buckets")
 RUN_COMMITTED_TIMESTAMP_SECONDS = gauge("run_committed_timestamp_seconds",
     "Time the run's last durable checkpoint was first reported, as Unix time.", RUN, "flopwatch.ledger.buckets")
-RUN_RETAINED_FLOPS_TOTAL = counter("run_retained_flops_total",
-    "Model FLOPs above the high-water mark. Re-executed steps add nothing.", RUN, "flopwatch.ledger.buckets")
-RUN_CAPACITY_FLOPS_TOTAL = counter("run_capacity_flops_total",
-    "Peak FLOP/s of the allocated GPUs times the seconds held.", RUN, "flopwatch.ledger.buckets")
+RUN_RETAINED_FLOPS_TOTAL = counter("run_retained_flops_total", "Model FLOPs of the steps that raised the high-water "
+    "mark. Re-executed steps add nothing.", RUN, "flopwatch.ledger.buckets")
+RUN_CAPACITY_FLOPS_TOTAL = counter("run_capacity_flops_total", "Peak FLOP/s of the GPUs held, times the seconds held: "
+    "the FLOPs that the GPUs could have executed.", RUN, "flopwatch.ledger.buckets")
 RUN_START_TIMESTAMP_SECONDS = gauge("run_start_timestamp_seconds",
-    "Time of the first process start of the run, as Unix time.", RUN, "flopwatch.ledger.run")
+    "Time of the run's first process start, as Unix time.", RUN, "flopwatch.ledger.run")

@@ -1,9 +1,8 @@
-"""What Xid and SXid codes mean, from the tables in data/.
+"""Meanings of Xid and SXid codes, from the tables in data/.
 
 `xid.csv` is NVIDIA's Xid catalogue (https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html) with a
-severity of ours: `error` ends the job and leaves the GPU fine, `critical` needs a reset or a drain, `fatal` a reboot or
-new hardware. `sxid.csv` is from the Fabric Manager user guide
-(https://docs.nvidia.com/datacenter/tesla/fabric-manager-user-guide/).
+severity of ours. `error` ends the job and leaves the GPU fine, `critical` needs a reset or a drain, `fatal` a reboot or
+new hardware. `sxid.csv` is from https://docs.nvidia.com/datacenter/tesla/fabric-manager-user-guide/.
 """
 
 import csv
@@ -17,16 +16,13 @@ SXID_SEVERITIES = {"always fatal": "fatal", "potentially fatal": "critical", "no
 
 @dataclass(frozen=True, slots=True)
 class XidMeaning:
-    """Meaning of an Xid or SXid: NVIDIA's name, class and action, our severity, and `page`.
-
-    `page` is what to do, in words, about a GPU that is not fit for work after this Xid. It is empty for other codes.
-    """
+    """Meaning of an Xid or SXid: NVIDIA's name, class (`category`) and action, and flopwatch's severity and `page`."""
 
     name: str
     category: str
     severity: str
     action: str
-    page: str = ""
+    page: str = ""  # what to do with a GPU that is not fit for work after this Xid; empty for other codes
 
 
 @cache
@@ -55,6 +51,6 @@ def sxids() -> Mapping[str, XidMeaning]:
 
 
 def read_table(name: str) -> list[dict[str, str]]:
-    """Return the rows of a CSV file in data/ by their headings."""
+    """Return the rows of a CSV file in data/ as dictionaries by column heading."""
     text = (resources.files("flopwatch") / "data" / name).read_text(encoding="utf-8")
     return list(csv.DictReader(text.splitlines()))

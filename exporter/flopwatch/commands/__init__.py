@@ -1,4 +1,4 @@
-"""Commands of the command line, one per module: `add` registers it, and only running it imports what it needs."""
+"""Commands of the command line, one module each. The function `add` of a module registers its command."""
 
 from __future__ import annotations
 
@@ -16,30 +16,29 @@ from flopwatch.settings import Address, ExporterSettings, SettingsError
 if TYPE_CHECKING:
     from flopwatch.node.scrape.reader import SourcesFactory
 
-# The result of add_subparsers(), whose class is private.
-Commands = Any
+Commands = Any  # the result of add_subparsers(), whose class is private
 
 
 def command(commands: Commands, name: str, run: Callable[[argparse.Namespace], int | None], text: str) -> Any:
-    """Register a command and return its parser. `run` receives the flags and returns the exit status."""
+    """Register a command with argparse and return its parser. `run` receives the flags and returns the exit status."""
     parser = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
     parser.set_defaults(command=run)
     return parser
 
 
 def flag(parser: Any, name: str, metavar: str, text: str, type: Callable[[str], Any] = str, **more: Any) -> None:
-    """Add a flag with a value to an argparse parser."""
+    """Add a flag to an argparse parser. The flag takes one value, and `text` is its help."""
     parser.add_argument(name, metavar=metavar, help=text, type=type, **more)
 
 
 def given(options: argparse.Namespace, settings: type[Any]) -> dict[str, Any]:
-    """Return the flags that are set and are fields of `settings`, whose defaults apply to the rest."""
+    """Return, by name, each parsed flag that has a value and is a field of the dataclass `settings`."""
     names = {field.name for field in fields(settings)}
     return {name: value for name, value in vars(options).items() if name in names and value is not None}
 
 
 def sources(settings: ExporterSettings) -> SourcesFactory:
-    """Return the factory of the sources that the readers read: the simulated node if --simulate is set."""
+    """Return the factory of sources for reader processes: of the simulated node with --simulate, else of this host."""
     if settings.simulate is not None:
         from flopwatch.simulate.sources import create
 
@@ -50,7 +49,7 @@ def sources(settings: ExporterSettings) -> SourcesFactory:
 
 
 def need_checkout(name: str, package: str) -> None:
-    """Make a package of the checkout importable. Raises SettingsError in an installed wheel, which has none of them."""
+    """Make a package of the source tree importable. Raises SettingsError if flopwatch was installed from a wheel."""
     root = Path(flopwatch.__file__).resolve().parents[2]
     if not (root / package).is_dir():
         raise SettingsError(
@@ -62,7 +61,7 @@ def need_checkout(name: str, package: str) -> None:
 
 
 def address(text: str) -> Address:
-    """Parse an address to listen on, for argparse."""
+    """Parse an address to listen on. Raises ArgumentTypeError, for argparse."""
     try:
         return Address.parse(text)
     except SettingsError as error:
@@ -70,7 +69,7 @@ def address(text: str) -> Address:
 
 
 def number(kind: Callable[[str], float], fits: Callable[[Any], bool], what: str) -> Callable[[str], Any]:
-    """Return a parser of numbers for argparse; its error is that the text is not `what`."""
+    """Return an argparse type: `kind` parses the number, `fits` accepts it, and `what` describes it in errors."""
 
     def parse(text: str) -> Any:
         with suppress(ValueError):

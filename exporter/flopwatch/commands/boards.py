@@ -9,7 +9,7 @@ from flopwatch.settings import BoardsSettings, SettingsError
 
 
 def boards(options: argparse.Namespace) -> None:
-    """Serve until stopped. Raises SettingsError."""
+    """Serve the dashboards until stopped. Raises SettingsError."""
     settings = BoardsSettings(**given(options, BoardsSettings))
     try:
         from flopwatch.boards.app import run
@@ -19,7 +19,7 @@ def boards(options: argparse.Namespace) -> None:
 
 
 def add(commands: Commands) -> None:
-    """Describe the command."""
+    """Register the command and its flags."""
     parser = command(commands, "boards", boards, "show the dashboards in a browser, without Grafana")
     add = partial(flag, parser)
     add("--prometheus", "URL", "Prometheus that evaluates the recording rules", required=True)

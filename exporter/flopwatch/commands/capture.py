@@ -1,4 +1,4 @@
-"""`flopwatch capture`: record this host as a test case."""
+"""`flopwatch capture`: save what this host's GPU driver, sysfs and kernel log return, as a test case."""
 
 import argparse
 import os
@@ -15,7 +15,7 @@ FIRST_USER = 1000  # lower uids are system accounts (login.defs(5), UID_MIN)
 
 
 def run(options: argparse.Namespace) -> None:
-    """Capture the host, and print what the capture contains. Raises SettingsError."""
+    """Save what this host's drivers return in a new folder, and print what is missing. Raises SettingsError."""
     import time
 
     from flopwatch.node.capture import capture
@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _library(simulated: Path | None) -> Any:
-    """Return the pynvml module or that of a simulated node, or the error of the import."""
+    """Return the pynvml module, its replacement for a simulated node, or the ImportError if it is not installed."""
     if simulated is not None:
         from flopwatch.simulate import pynvml as simulation
 
@@ -54,7 +54,7 @@ def _library(simulated: Path | None) -> Any:
 
 
 def _people() -> list[str]:
-    """Return the names of the user and of the user behind sudo, except system accounts."""
+    """Return the names to mask: of this process's user and of the user behind sudo, without system accounts."""
     users = [os.getuid(), *(int(user) for user in [os.environ.get("SUDO_UID", "")] if user.isdigit())]
     names = []
     for user in users:
@@ -70,7 +70,7 @@ def _reads(text: str) -> int:
 
 
 def add(commands: Commands) -> None:
-    """Describe the command."""
+    """Register the command and its flags."""
     node = ExporterSettings()
     parser = command(commands, "capture", run, "record this node's GPUs and ports, identities masked, as a test case")
     parser.add_argument("folder", type=Path, metavar="DIR", help="where to put it; must not exist")

@@ -1,4 +1,4 @@
-"""`flopwatch check`: is this node fit for training?"""
+"""`flopwatch check`: report whether this node is fit for training."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ UNKNOWN = 3
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the verdict and return the exit status. Every failure of the check itself is unknown, never bad."""
+    """Print the node's verdict and return the exit status. If the check itself fails, the verdict is unknown."""
     from flopwatch.node.health.check import CheckError, NotListening, failed
 
     try:
@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
 
 @contextmanager
 def _look(options: argparse.Namespace, settings: ExporterSettings) -> Iterator[Look]:
-    """Yield a function that takes a look: through the exporter if one listens, else at the hardware."""
+    """Yield a function that returns the node's samples: from the exporter if one listens, else from the hardware."""
     from flopwatch.http.client import client_tls
     from flopwatch.node.health import check
 
@@ -129,7 +129,7 @@ def _record(options: argparse.Namespace, settings: ExporterSettings, samples: li
 
 
 def add(commands: Commands) -> None:
-    """Add the command to the parser."""
+    """Register the command and its flags."""
     node = ExporterSettings()
     parser = command(commands, "check", run, "report whether this node is fit for training, and what to do if not")
     _make_wrong_flags_unknown(parser)
@@ -164,7 +164,7 @@ def add(commands: Commands) -> None:
 
 
 def _make_wrong_flags_unknown(parser: Any) -> None:
-    """Exit with the status of "unknown" on a wrong flag: that of argparse would mean a bad node."""
+    """Make a wrong flag exit with status 3 (unknown), because argparse's status 2 would mean a bad node."""
     parse = parser.parse_known_args
 
     def error(message: str) -> NoReturn:

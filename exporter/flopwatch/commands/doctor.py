@@ -1,4 +1,4 @@
-"""`flopwatch doctor`: what can be read on this node, and the owners of its GPUs."""
+"""`flopwatch doctor`: report what can be read on this node, and the owners of its GPUs."""
 
 import argparse
 import os
@@ -12,7 +12,7 @@ from flopwatch.settings import ExporterSettings, SettingsError
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the report. Return 1 if present hardware cannot be read, else 0."""
+    """Print what can be read on this node. Return 1 if hardware is present but cannot be read, else 0."""
     chosen = given(options, ExporterSettings)
     if options.running:
         parser = argparse.ArgumentParser("flopwatch doctor --running", add_help=False)
@@ -28,10 +28,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def running(proc: Path = Path("/proc")) -> list[str]:
-    """Return the flags of the running exporter: in this mount namespace, else the only visible one.
-
-    Raises SettingsError if there is none, or several with different flags.
-    """
+    """Return the flags of the one exporter in this mount namespace, else in any. Raises SettingsError without one."""
     here, elsewhere = set[tuple[str, ...]](), set[tuple[str, ...]]()
     for process in proc.glob("[0-9]*"):
         try:
@@ -51,12 +48,12 @@ def running(proc: Path = Path("/proc")) -> list[str]:
 def _mounts(process: Path) -> int:
     try:
         return os.stat(process / "ns" / "mnt").st_ino
-    except OSError:  # another user's
+    except OSError:  # another user's process
         return 0
 
 
 def add(commands: Commands) -> None:
-    """Add the command to the parser."""
+    """Register the command and its flags."""
     parser = command(
         commands, "doctor", run, "show what an exporter with these flags can read here, and why it cannot read the rest"
     )

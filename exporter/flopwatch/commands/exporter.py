@@ -1,4 +1,4 @@
-"""`flopwatch exporter`: the node exporter."""
+"""`flopwatch exporter`: serve this node's GPUs, ports and training ranks to Prometheus."""
 
 import argparse
 import sys
@@ -10,7 +10,7 @@ from flopwatch.settings import ExporterSettings
 
 
 def run(options: argparse.Namespace) -> int:
-    """Serve until stopped, or with --release request a release from the running exporter."""
+    """Serve until stopped, or with --release make the running exporter close its driver handles for some time."""
     settings = ExporterSettings(**given(options, ExporterSettings))
     if options.release is not None:
         return _release(settings.state, options.release)
@@ -39,7 +39,7 @@ def _release_time(text: str) -> float:
 
 
 def add(commands: Commands) -> None:
-    """Describe the command."""
+    """Register the command and its flags."""
     parser = command(commands, "exporter", run, "serve this node's GPUs, ports and training ranks to Prometheus")
     text = "let the exporter that runs with this --state close every driver handle for so long (10m), so that a GPU "
     text += "can be reset or its driver replaced; 0 ends it"
@@ -48,7 +48,7 @@ def add(commands: Commands) -> None:
 
 
 def flags(parser: argparse.ArgumentParser) -> None:
-    """Add the settings of the exporter, which `flopwatch doctor` takes too."""
+    """Add the exporter's flags, which `flopwatch doctor` accepts too."""
     node = ExporterSettings()
     add = partial(flag, parser)
     add("--listen", "HOST:PORT", f"where Prometheus scrapes (default {node.listen})", address)

@@ -22,7 +22,7 @@ FORMULAS = {
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print the count."""
+    """Print the FLOPs of the model. Raises SettingsError."""
     model = _model(options)
     try:
         answer = _answer(model, options)
@@ -131,7 +131,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def add(commands: Commands) -> None:
-    """Describe the command."""
+    """Register the command and its flags."""
     parser = command(commands, "flops", run, "count the FLOPs a model needs per token and per sequence, term by term")
     add = parser.add_argument
     add("config", type=Path, metavar="CONFIG", help="config.json of a Hugging Face model, or a folder that holds one")

@@ -1,4 +1,4 @@
-"""`flopwatch kmsg`: stream the kernel log to an exporter without privileges."""
+"""`flopwatch kmsg`: stream the kernel log to an exporter that may not read it."""
 
 import argparse
 from pathlib import Path
@@ -8,7 +8,7 @@ from flopwatch.settings import KmsgSettings
 
 
 def run(options: argparse.Namespace) -> None:
-    """Stream until stopped."""
+    """Serve the kernel log on a unix socket until stopped."""
     settings = KmsgSettings(**given(options, KmsgSettings))
     from flopwatch.node.kmsg import run as serve
 
@@ -16,12 +16,12 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _socket(text: str) -> Path:
-    """Parse the path of a socket, with or without the prefix `unix:` of the exporter's --kmsg."""
+    """Parse the path of a unix socket. The prefix `unix:`, as in the exporter's --kmsg, is allowed."""
     return Path(text.removeprefix("unix:"))
 
 
 def add(commands: Commands) -> None:
-    """Describe the command."""
+    """Register the command and its flags."""
     defaults = KmsgSettings()
     parser = command(commands, "kmsg", run, "stream the kernel log to an exporter that may not read it")
     text = f"unix socket; the exporter reads it with --kmsg unix:SOCKET (default {defaults.listen})"

@@ -1,4 +1,4 @@
-"""`flopwatch ledger`: the accounting of all runs of a cluster, and requests to a ledger that is running."""
+"""`flopwatch ledger`: serve the accounting of a cluster's runs, or query a running ledger."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def serve(options: argparse.Namespace) -> None:
-    """Serve until stopped."""
+    """Serve the ledger until stopped."""
     settings = LedgerSettings(**given(options, LedgerSettings))
     from flopwatch.ledger.app import run
 
@@ -23,14 +23,14 @@ def serve(options: argparse.Namespace) -> None:
 
 
 def replay(options: argparse.Namespace) -> int:
-    """Print the figures of a recorded history."""
+    """Print each run's seconds by bucket from a file of records, as a ledger would. Return the exit status."""
     from flopwatch.ledger.replay import main
 
     return main(options.file, options.json)
 
 
 def runs(options: argparse.Namespace) -> None:
-    """Print a table with a line per run."""
+    """Print a table, or JSON, with one row per run."""
     from flopwatch.ledger.tables import runs_table
 
     rows = [run for run in _client(options).runs() if options.tenant in (None, run["tenant"])]
@@ -38,7 +38,7 @@ def runs(options: argparse.Namespace) -> None:
 
 
 def show(options: argparse.Namespace) -> None:
-    """Print where a run's time went."""
+    """Print a run's seconds by bucket, its attempts and its incidents."""
     from flopwatch.ledger.tables import run_table
 
     record = _client(options).record(options.run, options.tenant)
@@ -46,7 +46,7 @@ def show(options: argparse.Namespace) -> None:
 
 
 def close(options: argparse.Namespace) -> None:
-    """End a run."""
+    """End a run that cannot report its own end, and print its state before and after."""
     from flopwatch.ledger.record import printable
 
     before = _client(options).close(options.run, options.tenant, options.status)
@@ -59,7 +59,7 @@ def close(options: argparse.Namespace) -> None:
 
 
 def export(options: argparse.Namespace) -> None:
-    """Print the whole record of a run as JSON or CSV."""
+    """Print everything the ledger has about a run as JSON, or the run's attempts as CSV."""
     from flopwatch.ledger.tables import attempts_csv
 
     record = _client(options).record(options.run, options.tenant)
@@ -77,11 +77,11 @@ def _client(options: argparse.Namespace) -> LedgerClient:
 
 
 def add(commands: Commands) -> None:
-    """Add the command and its subcommands."""
+    """Register the command, its subcommands and their flags."""
     ledger = command(commands, "ledger", serve, "account for the runs of a cluster; alone, the same as serve")
     _flags(ledger)
     own = ledger.add_subparsers(metavar="COMMAND")
-    # SUPPRESS keeps the values of flags before the word `serve`.
+    # SUPPRESS keeps the values of flags that are given before `serve`.
     parser = command(own, "serve", serve, "receive snapshots from the exporters and serve run_* metrics")
     _flags(parser, default=argparse.SUPPRESS)
     parser = command(own, "replay", replay, "print the figures of a recorded history, one JSON object per line")
@@ -114,7 +114,6 @@ def add(commands: Commands) -> None:
 
 
 def _flags(parser: argparse.ArgumentParser, **more: Any) -> None:
-    """Add the flags of `serve`."""
     defaults = LedgerSettings()
     web = "TLS, and users of /metrics: a web configuration file of Prometheus exporters (docs/tls.md)"
     new = "time for which a new run's counters are served as 0, so that Prometheus sees them rise"

@@ -11,17 +11,17 @@ from flopwatch.settings import ExporterSettings, SettingsError
 
 
 def start(options: argparse.Namespace) -> None:
-    """Start the maintenance, or change its end."""
+    """Start the host's maintenance, or change its end."""
     _write(options.state, time.time() + options.time)
 
 
 def stop(options: argparse.Namespace) -> None:
-    """End the maintenance now."""
+    """End the host's maintenance now."""
     _write(options.state, time.time())
 
 
 def show(options: argparse.Namespace) -> None:
-    """Print when the maintenance ends. Raises SettingsError if its file cannot be read."""
+    """Print when the host's maintenance ends. Raises SettingsError if the maintenance file cannot be read."""
     from flopwatch.node.maintenance import FILE, until
 
     ends, problem = until(options.state)
@@ -62,7 +62,7 @@ def _duration(text: str) -> float:
 
 
 def add(commands: Commands) -> None:
-    """Describe the command."""
+    """Register the command and its flags."""
     text = "hold back the alerts of this host while it is being worked on (docs/alerts.md)"
     parser = commands.add_parser("maintenance", help=text, description=f"{text[0].upper()}{text[1:]}.")
     actions = parser.add_subparsers(required=True, metavar="ACTION")

@@ -1,4 +1,4 @@
-"""`flopwatch metrics`: list the series of the catalogue."""
+"""`flopwatch metrics`: list the metric families that flopwatch publishes."""
 
 import argparse
 
@@ -6,7 +6,7 @@ from flopwatch.commands import Commands, command
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print each series with its labels and type, and below it what it means and where it comes from."""
+    """Print each row of the catalogue with labels, type, help and source, or only the key rows with --key."""
     from flopwatch.catalogue import all_metrics
 
     for row in all_metrics():
@@ -15,6 +15,6 @@ def run(options: argparse.Namespace) -> None:
 
 
 def add(commands: Commands) -> None:
-    """Add the command and its flags."""
+    """Register the command and its flags."""
     parser = command(commands, "metrics", run, "list every series with its labels, type, meaning and source")
     parser.add_argument("--key", action="store_true", help="only the twenty that matter most")

@@ -1,7 +1,7 @@
-"""`flopwatch peak`: print the dense peak of a card, from the table by its exact NVML name, or measure it.
+"""`flopwatch peak`: print the dense peak FLOP/s of a card from the table by NVML name, or measure it.
 
-Without a name it is the first card of CUDA's driver: https://docs.nvidia.com/cuda/cuda-driver-api/index.html. Unlike
-NVML, the driver respects CUDA_VISIBLE_DEVICES and has names of MIG slices.
+Without a name, the card is the first that CUDA's driver lists. Unlike NVML, it respects CUDA_VISIBLE_DEVICES and names
+MIG slices: https://docs.nvidia.com/cuda/cuda-driver-api/index.html.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from flopwatch.settings import SettingsError
 if TYPE_CHECKING:
     from flopwatch.flops.peaks import Peak
 
-SECONDS = 10.0
+SECONDS = 10.0  # default of --seconds
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the peak. Raises SettingsError with the reason if it is unknown."""
+    """Print a card's peak and return the exit status. Raises SettingsError with the reason if there is none."""
     if options.measure:
         return _measure(options)
     if options.seconds is not None:
@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _table(name: str, dtype: str) -> Peak | str:
-    """Return the table's peak, or the reason why it has none."""
+    """Return the peak in the table, or the reason why the table has none."""
     from flopwatch.flops.peaks import UnknownPeak, peak
 
     try:
@@ -85,13 +85,13 @@ def _per_second(flops: float, dtype: str) -> str:
 
 
 def present_card(library: Callable[[str], Any] | None = None) -> str:
-    """Return the name of the first card of CUDA's driver. Raises SettingsError without one."""
+    """Return the name of the first card that CUDA's driver lists. Raises SettingsError without a card."""
     try:
         cuda: Any = (library or ctypes.CDLL)("libcuda.so.1")
     except OSError:
         raise SettingsError("there is no NVIDIA driver here; give the card's name, as nvidia-smi prints it") from None
     device, name = ctypes.c_int(), ctypes.create_string_buffer(256)
-    # Each returns 0, or an error. https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__TYPES.html
+    # Each call returns 0 or an error code: https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__TYPES.html
     status = cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(device), 0) or cuda.cuDeviceGetName(name, 256, device)
     if status != 0:
         raise SettingsError(f"CUDA's driver shows no card (error {status}); give the card's name")
@@ -99,7 +99,7 @@ def present_card(library: Callable[[str], Any] | None = None) -> str:
 
 
 def add(commands: Commands) -> None:
-    """Describe the command."""
+    """Register the command and its flags."""
     parser = command(commands, "peak", run, "print the dense peak FLOP/s of a card, or measure what one reaches")
     add = parser.add_argument
     add("name", nargs="?", metavar="NAME", help="exact NVML name, as nvidia-smi -L prints it (default: the card here)")

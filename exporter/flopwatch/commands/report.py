@@ -1,4 +1,4 @@
-"""`flopwatch report`: a page about one run with its MFU, goodput and losses."""
+"""`flopwatch report`: write a page about one run with its MFU, goodput and losses."""
 
 import argparse
 import sys
@@ -12,7 +12,7 @@ FORMATS = {".html": "html", ".md": "markdown", ".json": "json"}
 
 
 def report(options: argparse.Namespace) -> None:
-    """Collect the figures of a run and write the page. Raises SettingsError."""
+    """Query Prometheus, and the ledger if given, about one run and write the page. Raises SettingsError."""
     form = options.format or FORMATS.get(options.out.suffix if options.out is not None else ".html", "html")
     try:
         from flopwatch.ledger.client import LedgerClient
@@ -53,7 +53,7 @@ _price = number(float, lambda value: 0 <= value < 1e6, "a price of a GPU-hour")
 
 
 def add(commands: Commands) -> None:
-    """Add the command."""
+    """Register the command and its flags."""
     parser = command(commands, "report", report, "write a page about one run: MFU, goodput, losses and their causes")
     add = parser.add_argument
     add("run", metavar="RUN")

@@ -1,8 +1,8 @@
 """`flopwatch run`: run an unchanged training script and watch it through PyTorch's hooks.
 
-The script runs in this process as Python would run it (https://docs.python.org/3/using/cmdline.html): it is __main__,
-sys.argv and sys.path[0] are its own, and exit status, exceptions and Ctrl-C work as usual. PyTorch is not imported
-here; the hooks (training/autolog) are attached once the script has imported torch.
+The script runs in this process as Python would run it (https://docs.python.org/3/using/cmdline.html). It is __main__
+and has its own sys.argv and sys.path[0]. Exit status, exceptions and Ctrl-C work as usual. This module does not import
+PyTorch: training/autolog attaches its hooks once the script has.
 """
 
 from __future__ import annotations
@@ -52,10 +52,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _asked_to_leave(trace: TracebackType | None) -> str | None:
-    """Return the status of an exit from a signal handler: stopped after Ctrl-C, else preempted; None for other exits.
-
-    Such a script has saved what it could and will be restarted, whatever its exit status.
-    """
+    """Return stopped or preempted if a signal handler (SIGINT or another) raised this SystemExit, else None."""
     handlers = {getattr(signal.getsignal(number), "__code__", None): number for number in signal.valid_signals()}
     while trace is not None:
         number = handlers.get(trace.tb_frame.f_code)
@@ -66,7 +63,7 @@ def _asked_to_leave(trace: TracebackType | None) -> str | None:
 
 
 class _Watching:
-    """Hooks that are attached once the script has imported torch."""
+    """Attachment of flopwatch's hooks to the script, made once the script has imported torch."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         from flopwatch.training.import_hook import when_imported
@@ -83,7 +80,7 @@ class _Watching:
         self._attachment = to_process(Settings(**self._settings))
 
     def ends(self, status: str, error: BaseException | None = None) -> None:
-        """Set the status that is reported at the interpreter's exit."""
+        """Set the attempt's status and the exception behind it, which the hook reports at the interpreter's exit."""
         from flopwatch.training.process.exit_reason import ended_by
 
         if self._attachment is not None:
@@ -91,7 +88,7 @@ class _Watching:
 
 
 def _flops(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments for the FLOPs of a token from the flags. Raises SettingsError."""
+    """Return the hook's settings flops_per_token and convention from the flags. Raises SettingsError."""
     if options.peak_source is not None and options.peak_flops is None:
         raise SettingsError("run: --peak-source goes with --peak-flops")
     if options.config is None:
@@ -134,7 +131,7 @@ def _run_module(name: str, arguments: list[str]) -> int:
 
 
 def _new_main(folder: str, argv: list[str]) -> ModuleType:
-    """Replace __main__, sys.argv and sys.path[0] by those of the script; return the new __main__."""
+    """Replace __main__, sys.argv and sys.path[0] by those of the script. Return the new __main__."""
     ours, main = sys.modules["__main__"], ModuleType("__main__")
     main.__dict__["__builtins__"] = builtins
     # Further names depend on the release of Python.
@@ -143,7 +140,7 @@ def _new_main(folder: str, argv: list[str]) -> ModuleType:
             main.__dict__[key] = value
     sys.modules["__main__"] = main
     sys.argv[:] = argv
-    # With -P or PYTHONSAFEPATH there is no such entry: https://docs.python.org/3/using/cmdline.html#cmdoption-P
+    # With -P or PYTHONSAFEPATH, sys.path has no such entry: https://docs.python.org/3/using/cmdline.html#cmdoption-P
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = folder
     return main
@@ -172,7 +169,7 @@ _positive = number(_whole_if_possible, lambda value: 0 < value < float("inf"), "
 
 
 def add(commands: Commands) -> None:
-    """Describe the command."""
+    """Register the command and its flags."""
     parser = command(commands, "run", run, "run a training script unchanged and watch it through PyTorch's hooks")
     parser.usage = "flopwatch run [flags] train.py [arguments ...]\n"
     parser.usage += "       flopwatch run [flags] -m module [arguments ...]"

@@ -7,7 +7,7 @@ from flopwatch.settings import SettingsError
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the simulator. Raises SettingsError outside of a checkout."""
+    """Run the fleet simulator and return its exit status. Raises SettingsError outside a checkout."""
     need_checkout("simulate", "simulator")
     from simulator import command_line
 
@@ -15,7 +15,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def add(commands: Commands) -> None:
-    """Add the command, with the flags of the simulator where there is one."""
+    """Register the command, with the simulator's flags if this is a checkout."""
     text = "simulate a fleet with faults in virtual time and compare the ledger's figures with the truth"
     parser = command(commands, "simulate", run, text)
     try:

@@ -1,4 +1,4 @@
-"""`flopwatch size`: what a cluster of some size needs of Prometheus, the ledger and the network."""
+"""`flopwatch size`: estimate what a cluster needs of Prometheus, the ledger and the network."""
 
 import argparse
 import json
@@ -13,7 +13,7 @@ UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800, "y": 31_536_000}
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print the table, or JSON. Raises SettingsError outside a checkout."""
+    """Print the estimate as a table or JSON. Raises SettingsError outside a checkout."""
     need_checkout("size", "bench")
     from bench import sizing
 
@@ -36,7 +36,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _duration(text: str) -> float:
-    """Parse a duration of Prometheus, such as 15d, 6h or 400d12h, into seconds, for argparse."""
+    """Parse a duration in Prometheus' format, such as 15d or 400d12h, into seconds. For argparse."""
     if not re.fullmatch(r"(\d+[smhdwy])+", text):
         raise argparse.ArgumentTypeError(f"{text} is no time; write 15d, 36h or 1y")
     return float(sum(int(number) * UNITS[unit] for number, unit in re.findall(r"(\d+)([smhdwy])", text)))
@@ -53,7 +53,7 @@ def _some(text: str) -> int:
 
 
 def add(commands: Commands) -> None:
-    """Describe the command."""
+    """Register the command and its flags."""
     text = "estimate what a cluster needs: series, samples, memory, disk, network, and whether one Prometheus will do"
     parser = command(commands, "size", run, text)
     add = partial(flag, parser)

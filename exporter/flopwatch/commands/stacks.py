@@ -1,4 +1,4 @@
-"""`flopwatch stacks`: print the stacks of a hanging rank's threads."""
+"""`flopwatch stacks`: print the stack of each thread of a hanging rank."""
 
 import argparse
 import os
@@ -8,18 +8,18 @@ from pathlib import Path
 from flopwatch.commands import Commands, command, seconds
 from flopwatch.settings import SettingsError
 
-ANSWER = 15.0  # seconds; a rank looks for a request before every push
+ANSWER = 15.0  # seconds to wait; a rank checks for a request before every push
 
 
 def run(options: argparse.Namespace) -> int:
-    """Request the stacks and print them; return 1 without an answer."""
+    """Request the stacks from the rank's process and print them. Return 1 if no answer arrives in time."""
     from flopwatch.training.process import stacks
 
     process = Path("/proc") / str(options.pid)
     if not process.exists():
         raise SettingsError(f"there is no process {options.pid} here; give its number in this container")
     try:
-        # The environment at the process's start, which has the launcher's variables.
+        # The environment at the start of the process, with the launcher's variables.
         pairs = (process / "environ").read_bytes().decode(errors="surrogateescape").split("\0")
         environ = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
         user = process.stat().st_uid
@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def add(commands: Commands) -> None:
-    """Describe the command."""
+    """Register the command and its flags."""
     parser = command(commands, "stacks", run, "print where the threads of a rank on this node are")
     parser.add_argument("pid", type=int, metavar="PID", help="the rank's process, as seen from its own container")
     wait = f"how long to wait for the answer (default {ANSWER:g})"

@@ -1,4 +1,4 @@
-"""FLOPs of a model from its dimensions (transformer.py) or its `config.json` (configs.py), and peaks of cards."""
+"""FLOPs of a model from its dimensions (transformer.py) or `config.json` (configs.py), and cards' peaks (peaks.py)."""
 
 from flopwatch.flops.configs import UnknownModel, from_config
 from flopwatch.flops.transformer import Convention, LatentAttention, Recompute, Term, Transformer

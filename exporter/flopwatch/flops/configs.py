@@ -1,12 +1,12 @@
-"""Dimensions of a `Transformer` from a Hugging Face `config.json` or a loaded configuration of transformers.
+"""Dimensions of a `Transformer` from a Hugging Face `config.json` or a configuration object of transformers.
 
-data/model_families.json has each family by `model_type`, as its differences from Llama, and also fields of other
-shapes, and models that cannot be counted with what is missing. The meaning and default of each field are defined in
+data/model_families.json describes each model family (`model_type`) by its differences from Llama. It also lists the
+families and fields that cannot be counted, with the reason. The meaning and default of each field are defined in
 configuration_<model_type>.py and modeling_<model_type>.py of https://github.com/huggingface/transformers (read at
 5.23). Anything else raises an `UnknownModel` that names what is missing or unknown.
 
-Norms, biases and routers are in `other_parameters`, so that `parameters` equals the model that transformers builds. Of
-gemma3 with images only the language model is counted: the image tower runs per image, not per token.
+Norms, biases and routers are in `other_parameters`, so that `parameters` is that of the model built by transformers. Of
+a gemma3 with images only the language model is counted, because the image tower runs per image, not per token.
 """
 
 import json
@@ -25,36 +25,30 @@ _TABLES = json.loads(files("flopwatch").joinpath("data/model_families.json").rea
 
 
 class UnknownModel(ValueError):
-    """The model in a file cannot be counted; the message names what is missing."""
+    """Error raised for a configuration whose FLOPs cannot be counted. The message names what is missing."""
 
 
 class _HasDictionary(Protocol):
-    """Loaded configuration of transformers."""
-
     def to_dict(self) -> dict[str, Any]: ...
 
 
 class _ConfigFields:
-    """Fields of one file with the defaults of its family; a wrong value raises UnknownModel with the field's name."""
+    """Fields of one config.json with its family's defaults. A wrong value raises UnknownModel with the field's name."""
 
     def __init__(self, given: Mapping[str, Any], kind: str, defaults: Mapping[str, Any]) -> None:
         self._given, self.kind, self._defaults = given, kind, defaults
 
     def get(self, *names: str) -> Any:
-        """Return the first of these fields that the file has, else the family's default, else None.
-
-        A null in the file is None: no window, no rank.
-        """
+        """Return the first of these fields in the file, null as None, else the family's default, else None."""
         given = [self._given[name] for name in names if name in self._given]
         values = given or [self._defaults[name] for name in names if name in self._defaults]
         return next((value for value in values if value is not None), None)
 
     def has(self, name: str) -> bool:
-        """Return whether the file has the field, even as null."""
         return name in self._given
 
     def number(self, *names: str, default: Any = _REQUIRED, least: int = 1, most: int = 10**9) -> Any:
-        """Return a whole number from `least` to `most`, or the default if the field is missing or null."""
+        """Return the first of these fields as an integer in `least` to `most`, or the default if missing or null."""
         value = self.get(*names)
         if value is None and default is not _REQUIRED:
             return default
@@ -65,7 +59,6 @@ class _ConfigFields:
         return value
 
     def flag(self, name: str, default: bool) -> bool:
-        """Return a boolean field, or the default if it is missing."""
         value = self.get(name)
         if value is None:
             return default
@@ -74,7 +67,7 @@ class _ConfigFields:
         return value
 
     def numbers(self, name: str) -> tuple[int, ...]:
-        """Return a field with a list of layers, empty if it is missing."""
+        """Return the layer indices in a field, or an empty tuple if the field is missing."""
         value = self.get(name)
         value = [] if value is None else value
         if not isinstance(value, list | tuple) or any(type(item) is not int or item < 0 for item in value):
@@ -82,7 +75,7 @@ class _ConfigFields:
         return tuple(value)
 
     def layer_types(self, layers: int) -> list[bool] | None:
-        """Return for each layer whether it has a window; None if layer_types is missing."""
+        """Return for each layer whether its attention has a window, or None if the field layer_types is missing."""
         value = self.get("layer_types")
         if value is None:
             return None
@@ -106,7 +99,7 @@ def _no_windows(f: _ConfigFields, layers: int) -> Windows:
 
 
 def _one_window(f: _ConfigFields, layers: int) -> Windows:
-    """Return the window that all layers share, None without one."""
+    """Return the attention window that all layers share, in tokens, or None if the layers have no window."""
     window: int | None = f.number("sliding_window", default=None)
     if (types := f.layer_types(layers)) is not None and set(types) != {window is not None}:
         raise UnknownModel(f"all layers of a {f.kind} have the same window in transformers, but layer_types differs")
@@ -114,7 +107,7 @@ def _one_window(f: _ConfigFields, layers: int) -> Windows:
 
 
 def _alternating(f: _ConfigFields, layers: int) -> Windows:
-    """Return the windows of layer_types, else a window in all layers but each `full_every`th."""
+    """Return each layer's window: by layer_types, else for all but each `full_every`-th layer. None without one."""
     family = FAMILIES[f.kind]
     every = f.number(*family.full_every_from, default=family.full_every)
     types = f.layer_types(layers)
@@ -129,7 +122,7 @@ def _where(f: _ConfigFields, types: list[bool]) -> Windows:
 
 
 def _qwen_windows(f: _ConfigFields, layers: int) -> Windows:
-    """Return the windows of layer_types, else of layers from max_window_layers on; None without use_sliding_window."""
+    """Return each layer's window: by layer_types, else from max_window_layers on. None without use_sliding_window."""
     types = f.layer_types(layers)
     if not f.flag("use_sliding_window", False):
         if any(types or ()) and f.get("sliding_window"):
@@ -149,13 +142,13 @@ def _qwen_windows(f: _ConfigFields, layers: int) -> Windows:
 
 
 def _qwen_dense(f: _ConfigFields, layers: int) -> tuple[int, ...]:
-    """Return the layers with a plain MLP: those of mlp_only_layers, and all but each decoder_sparse_step-th."""
+    """Return the layers with an MLP instead of experts: mlp_only_layers, and all but each decoder_sparse_step-th."""
     step, only = f.number("decoder_sparse_step", default=1), f.numbers("mlp_only_layers")
     return tuple(layer for layer in range(layers) if layer in only or (layer + 1) % step)
 
 
 def _deepseek_dense(f: _ConfigFields, layers: int) -> tuple[int, ...]:
-    """Return the layers with a plain MLP: the first few, and all but each moe_layer_freq-th."""
+    """Return the layers with an MLP instead of experts: the first few, and all but each moe_layer_freq-th."""
     first = f.number("first_k_dense_replace", least=0)
     every = f.number("moe_layer_freq", default=1)
     return tuple(layer for layer in range(layers) if layer < first or layer % every)
@@ -166,24 +159,24 @@ class _Family:
     """Differences of a model family from Llama."""
 
     gated: bool = True
-    norms: int = 2  # of a layer, as wide as the model
-    norm_vectors: int = 1  # 2 with a shift (LayerNorm), 0 without even a scale
-    query_key_norm: Literal["", "head", "all"] = ""  # as wide as one head, or as all heads
-    query_key_bias: bool | str = "attention_bias"  # of query, key and value: always, never, or by that field
+    norms: int = 2  # number per layer, each as wide as the model
+    norm_vectors: int = 1  # of a norm: 2 with a shift (LayerNorm), 1 for a scale, 0 without either
+    query_key_norm: Literal["", "head", "all"] = ""  # norm of query and key, as wide as one head or all heads
+    query_key_bias: bool | str = "attention_bias"  # of query, key and value: always, never, or the field that decides
     output_bias: bool | str = "attention_bias"
     mlp_bias: bool | str = False
     head_bias: bool | str = False
     tied: bool = False  # default of tie_word_embeddings
     grouped: bool = True  # has key-value heads
     latent: bool = False
-    positions: bool = False  # learned
+    positions: bool = False  # learned position embeddings
     sinks: bool = False
-    expert_width: str = ""  # the field with the width of an expert; without one there are no experts
-    dense: Literal["", "qwen", "deepseek"] = ""  # the rule for layers with a plain MLP in a model with experts
+    expert_width: str = ""  # name of the field with an expert's width; empty in a family without experts
+    dense: Literal["", "qwen", "deepseek"] = ""  # rule for the layers with an MLP instead of experts
     router_bias: bool = False
     shared_gate: bool = False
     windows: Literal["none", "one", "qwen", "alternating"] = "none"
-    full_every: int = 0  # under "alternating", each layer of this number has no window
+    full_every: int = 0  # under "alternating": each layer at a multiple of this number has no window
     full_every_from: tuple[str, ...] = ()  # fields that replace full_every
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of fields that published files leave out
 
@@ -203,7 +196,7 @@ def from_config(
     mtp         False leaves multi-token prediction out; None and True count what num_nextn_predict_layers declares
     vocabulary  rows of the embedding and of the LM head where they are padded beyond `vocab_size`
 
-    Raises UnknownModel, which is a ValueError, for what cannot be counted.
+    Raises UnknownModel, a ValueError, for a model that cannot be counted.
     """
     outer = given = config if isinstance(config, Mapping) else config.to_dict()
     kind = given.get("model_type")
@@ -313,14 +306,14 @@ def _transformer(f: _ConfigFields, family: _Family, mtp: bool | None, vocabulary
 
 
 def _has(f: _ConfigFields, bias: bool | str) -> int:
-    """Return 1 if the family has this bias, or the field of that name is true, else 0."""
+    """Return 1 if the model has a bias, else 0. `bias` is the family's answer or names the field that decides."""
     return int(f.flag(bias, False) if isinstance(bias, str) else bias)
 
 
 def _norms_and_biases(
     f: _ConfigFields, family: _Family, d: int, heads: int, kv_heads: int, e: int, latent: LatentAttention | None
 ) -> int:
-    """Return the parameters of a layer's norms and of its attention's biases, the same in all layers."""
+    """Return the number of parameters of one layer's norms and attention biases."""
     common = family.norms * family.norm_vectors * d
     if latent is not None:
         q = latent.query_rank or 0
@@ -334,7 +327,7 @@ def _norms_and_biases(
 
 
 def _experts(f: _ConfigFields, family: _Family) -> int:
-    """Return the routed experts of a layer; 0 in a family without experts, or for 0 (Qwen) or null (DeepSeek)."""
+    """Return the routed experts per layer: 0 if the family has none, or the file has 0 (Qwen) or null (DeepSeek)."""
     if not family.expert_width:
         return 0
     optional = family.dense and any(f.has(name) for name in _EXPERTS)
@@ -342,7 +335,7 @@ def _experts(f: _ConfigFields, family: _Family) -> int:
 
 
 def _head_dim(f: _ConfigFields, family: _Family, width: int, heads: int) -> int:
-    """Return the dimension of a head; transformers ignores head_dim if every head has its own keys."""
+    """Return the dimension of a head. transformers ignores the field head_dim if every head has its own keys."""
     given: int | None = f.number("head_dim", "kv_channels", default=None) if family.grouped else None
     if given is None and width % heads:
         raise UnknownModel(f"hidden_size {width} is not a multiple of {heads} heads, and the file has no head_dim")
@@ -357,7 +350,7 @@ def _latent(f: _ConfigFields) -> LatentAttention:
 
 
 def _shared_width(f: _ConfigFields, expert_width: int) -> int:
-    """Return the summed width of the shared experts: DeepSeek gives their number, Qwen2 their width."""
+    """Return the summed width of the shared experts. The file has their number (DeepSeek) or their width (Qwen2)."""
     if f.kind == "qwen2_moe":
         return int(f.number("shared_expert_intermediate_size", least=0))
     return int(f.number("n_shared_experts", default=0, least=0)) * expert_width if FAMILIES[f.kind].latent else 0

@@ -1,8 +1,8 @@
 """Dense peak FLOP/s of a card, by its exact NVML name and matmul dtype: the denominator of MFU.
 
-The table is `flopwatch/data/peak_flops.csv`, in TFLOP/s (int8: TOP/s); its `basis` column has each row's source.
-Figures that data sheets print "with sparsity" are halved. Names are compared whole, because "H20" is in "NVIDIA H200"
-and "A100" in "NVIDIA RTX A1000", and no peak comes from a clock: the boost behind a data sheet is not NVML's maximum.
+The table is `flopwatch/data/peak_flops.csv`, in TFLOP/s (int8: TOP/s). Its column `basis` has each row's source. Peaks
+that data sheets print "with sparsity" are halved. Names are compared whole, because "H20" is in "NVIDIA H200". No peak
+is computed from a clock, because the boost clock of a data sheet is not NVML's maximum.
 """
 
 import re
@@ -16,12 +16,12 @@ DTYPES = ("fp16", "bf16", "tf32", "fp8", "fp4", "int8")
 
 
 class UnknownPeak(LookupError):
-    """No peak is known for this card and dtype; the message has the reason."""
+    """Error raised if no peak is known for a card and dtype. The message has the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """Dense peak of one card for one matmul dtype, with the source of the figure."""
+    """Dense peak of one card for one matmul dtype in FLOP/s (int8: OP/s), with its source."""
 
     flops_per_second: float
     source: str
@@ -33,7 +33,7 @@ def _table() -> dict[str, dict[str, str]]:
 
 
 def peak(nvml_name: str, dtype: str) -> Peak:
-    """Return the dense peak of the card NVML calls `nvml_name`. Raises UnknownPeak."""
+    """Return the dense peak of a card by its exact NVML name, for one of DTYPES. Raises UnknownPeak."""
     if dtype not in DTYPES:
         raise UnknownPeak(f"no peaks are known for dtype {dtype!r}, only for {', '.join(DTYPES)}")
     if re.search(r" MIG \d+[cg]\.", nvml_name):
@@ -49,5 +49,5 @@ def peak(nvml_name: str, dtype: str) -> Peak:
 
 
 def override(flops_per_second: float, source: str = "") -> Peak:
-    """Return a peak that replaces the table's; its source begins with "override"."""
+    """Return a declared peak in place of the table's. The source of the result begins with "override"."""
     return Peak(flops_per_second, f"override: {source}" if source else "override")

@@ -7,9 +7,9 @@ causal  6 W + 6 L H e s   per token: scores below the diagonal only, as Megatron
 full    6 W + 12 L H e s  all s x s scores, as torchtitan and older tables count; windows are ignored
 palm    6 N + 12 L H e s  all parameters, input embedding included (PaLM, https://arxiv.org/abs/2204.02311, appendix B)
 
-W weights of the matmuls a token passes through (LM head in, also when tied; of the experts the active ones), N the
-parameters a token passes through, L layers, H query heads, e head dimension, s sequence length. docs/mfu.md has the
-formulas of each part: GQA, MLA, experts, windows, multi-token prediction, packing, LoRA and recomputation.
+W is the number of matmul weights a token passes through: the LM head's, also when tied, and of experts the active ones.
+N is the number of parameters a token passes through. L layers, H query heads, e head dimension, s sequence length.
+docs/mfu.md has the formulas for GQA, MLA, experts, windows, multi-token prediction, packing, LoRA and recomputation.
 """
 
 from collections import Counter
@@ -39,23 +39,23 @@ class LatentAttention:
 
 @dataclass(frozen=True, slots=True)
 class Matmuls:
-    """One family of matrices: shapes of one set, sets that a token passes through (uses), and all sets (copies)."""
+    """Matrices of one kind, such as mlp: shapes of one set, sets a token passes through (uses), all sets (copies)."""
 
     name: str
     shapes: tuple[tuple[int, int], ...]
     uses: int
     copies: int | None  # None: not known
     passes: int = 3  # of 2 FLOP per weight: forward, gradient of the input, gradient of the weight
-    recomputed: bool = True  # under full recomputation
+    recomputed: bool = True  # whether full recomputation repeats it
 
     @property
     def weights(self) -> int:
-        """Return the weights of these matrices that one token passes through."""
+        """Return the number of weights of these matrices that one token passes through."""
         return self.uses * sum(rows * columns for rows, columns in self.shapes)
 
     @property
     def parameters(self) -> int:
-        """Return the weights of all these matrices."""
+        """Return the number of weights of all these matrices. Raises ValueError if `copies` is not known."""
         if self.copies is None:
             raise ValueError("the number of parameters needs experts=, the routed experts of a layer")
         return self.copies * sum(rows * columns for rows, columns in self.shapes)
@@ -63,7 +63,7 @@ class Matmuls:
 
 @dataclass(frozen=True, slots=True)
 class _Scores:
-    """Attention scores of layers with the same window."""
+    """Attention scores of all layers with the same window."""
 
     name: str
     layers: int
@@ -73,7 +73,7 @@ class _Scores:
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """One line of a count: FLOPs of a sequence, and the same as a written product."""
+    """One summand of the FLOPs of a sequence. `product` shows how `flops` is computed, as a written multiplication."""
 
     name: str
     product: str
@@ -82,13 +82,13 @@ class Term:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transformer:
-    """Dimensions of a decoder-only transformer; a mixture-of-experts model has `experts_per_token` above 0."""
+    """Dimensions of a decoder-only transformer. A mixture-of-experts model has `experts_per_token` above 0."""
 
     layers: int
     width: int
     heads: int
     vocabulary: int  # rows of the LM head, padding included
-    mlp_width: int = 0  # of the layers with a plain MLP
+    mlp_width: int = 0  # of the layers with an MLP instead of experts
     mlp_matrices: int = 2  # 3 when gated (SwiGLU, GeGLU), in experts too
     kv_heads: int | None = None  # None: as many as heads
     head_dim: int | None = None  # None: width / heads
@@ -97,16 +97,16 @@ class Transformer:
     experts: int | None = None  # routed experts of a layer; only `parameters` needs it
     expert_width: int = 0
     shared_width: int = 0  # summed width of the experts that every token passes through
-    dense_layers: int | tuple[int, ...] = 0  # layers of such a model with a plain MLP: the first n, or their indices
-    window: int | tuple[int | None, ...] | None = None  # keys a token sees at most, itself included; or one a layer
+    dense_layers: int | tuple[int, ...] = 0  # layers without experts in a model with experts: the first n, or indices
+    window: int | tuple[int | None, ...] | None = None  # keys a token sees at most, itself included; or one per layer
     mtp_layers: int = 0  # multi-token prediction modules, each with a layer like the last
     tied_embeddings: bool = False
-    other_parameters: int = 0  # of no matmul counted: norms, biases, routers, learned positions
+    other_parameters: int = 0  # outside the counted matmuls: norms, biases, routers, learned positions
     mtp_other_parameters: int = 0  # the same in one multi-token prediction module
     expert_biases: bool = False
     lora_rank: int = 0  # above 0: adapters train, everything else is frozen
     lora_targets: tuple[str, ...] = LORA_TARGETS
-    frozen: tuple[str, ...] = ()  # families whose weights do not train, of LORA_TARGETS and lm_head
+    frozen: tuple[str, ...] = ()  # kinds of matmul that do not train: of LORA_TARGETS, or lm_head
     frozen_layers: int = 0  # the first n layers and the input embedding do not train
 
     def __post_init__(self) -> None:
@@ -135,35 +135,35 @@ class Transformer:
 
     @property
     def matmul_weights(self) -> int:
-        """Return W, the weights of all matmuls one token passes through, without adapters."""
+        """Return W, the number of matmul weights one token passes through, without LoRA adapters."""
         return sum(matmul.weights for matmul in self._matmuls())
 
     @property
     def parameters(self) -> int:
-        """Return the parameters of the model, without adapters and multi-token prediction (`mtp_parameters`)."""
+        """Return the number of parameters, without LoRA adapters and multi-token prediction (`mtp_parameters`)."""
         others = self.other_parameters + self._expert_biases(self.experts or 0)
         return _parameters(self._main()) + self.vocabulary * self.width + others
 
     @property
     def active_parameters(self) -> int:
-        """Return the parameters one token passes through: all but those of the experts it is not routed to."""
+        """Return the number of parameters one token passes through, with the active experts only."""
         others = self.other_parameters + self._expert_biases(self.experts_per_token)
         return sum(matmul.weights for matmul in self._main()) + self._embedding() + others
 
     @property
     def mtp_parameters(self) -> int:
-        """Return the parameters that multi-token prediction adds; it shares the embedding and the LM head."""
+        """Return the parameters that multi-token prediction adds, without the shared embedding and LM head."""
         return _parameters(self._mtp()) + self.mtp_layers * self.mtp_other_parameters
 
     @property
     def lora_parameters(self) -> int:
-        """Return the parameters of the adapters."""
+        """Return the number of parameters of the LoRA adapters."""
         return _parameters(self._adapters())
 
     def flops(self, tokens: int, sum_len_squared: int, convention: Convention = "causal") -> int:
         """Return the FLOPs of `tokens` tokens in packed samples whose squared lengths sum to `sum_len_squared`.
 
-        Raises ValueError for `causal` with a window: a window needs each length, see `flops_of_samples`.
+        Raises ValueError for `causal` with a window, which needs the length of each sample: use `flops_of_samples`.
         """
         if convention == "causal" and any(window is not None for window in self._windows()):
             raise ValueError("packed samples under a window: flops_of_samples takes the length of each")
@@ -171,11 +171,11 @@ class Transformer:
         return per_token * tokens + per_square * sum_len_squared
 
     def flops_of_samples(self, lengths: Iterable[int], convention: Convention = "causal") -> int:
-        """Return the FLOPs of samples of these lengths, packed or not; exact also with windows."""
+        """Return the FLOPs of samples of these lengths, packed or not. The result is exact also with windows."""
         return sum(count * self.flops_per_sequence(length, convention) for length, count in Counter(lengths).items())
 
     def flops_per_sequence(self, sequence_length: int, convention: Convention = "causal") -> int:
-        """Return the FLOPs of one sequence, forward and backward."""
+        """Return the FLOPs of one sequence, forward and backward. Raises ValueError for a length below 1."""
         return sum(term.flops for term in self.terms(sequence_length, convention))
 
     def flops_per_token(self, sequence_length: int, convention: Convention = "causal") -> float:
@@ -199,7 +199,7 @@ class Transformer:
         return self.flops_per_sequence(sequence_length, convention) + again
 
     def terms(self, sequence_length: int, convention: Convention = "causal") -> tuple[Term, ...]:
-        """Return the terms whose sum is `flops_per_sequence`, one per family of matmuls."""
+        """Return the summands of `flops_per_sequence`: kinds of matmul, then attention scores. Raises ValueError."""
         s = sequence_length
         if s < 1:
             raise ValueError(f"a sequence of {s} tokens has nothing to count")
@@ -242,7 +242,7 @@ class Transformer:
         return self.width // self.heads if self.head_dim is None else self.head_dim
 
     def _expert_biases(self, experts: int) -> int:
-        """Return the number of biases in `experts` experts of every sparse layer."""
+        """Return the number of biases in `experts` experts of every layer with experts."""
         if not self.expert_biases:
             return 0
         sparse = sum(not self._is_dense(layer) for layer in range(self.layers))
@@ -266,7 +266,7 @@ class Transformer:
         return ((self.width, width),) * (self.mlp_matrices - 1) + ((width, self.width),)
 
     def _layer(self, layers: int, dense: int, passes: int) -> list[Matmuls]:
-        """Return the matmuls of `layers` layers, `dense` of them with a plain MLP."""
+        """Return the matmuls of `layers` layers, `dense` of them with an MLP instead of experts."""
         sparse = layers - dense
         experts = None if self.experts is None else sparse * self.experts
         families: list[tuple[str, tuple[tuple[int, int], ...], int, int | None]] = [
@@ -284,7 +284,7 @@ class Transformer:
         ]
 
     def _main(self) -> list[Matmuls]:
-        """Return the matmuls of the model without adapters and multi-token prediction."""
+        """Return the matmuls of the model without LoRA adapters and multi-token prediction."""
         low, trains = self.frozen_layers, 2 if self.lora_rank else 3
         dense = [self._is_dense(layer) for layer in range(self.layers)]
         copies, passes = 0 if self.tied_embeddings else 1, 2 if "lm_head" in self.frozen else trains
@@ -293,7 +293,7 @@ class Transformer:
         return [*lowest, *self._layer(self.layers - low, sum(dense[low:]), trains), head]
 
     def _low_passes(self) -> int:
-        """Return the passes of a frozen lowest layer, which gets no gradient unless a tied LM head trains."""
+        """Return the passes of a frozen lowest layer: 2 if a tied LM head trains and needs its gradient, else 1."""
         return 2 if self.tied_embeddings and "lm_head" not in self.frozen else 1
 
     def _mtp(self) -> list[Matmuls]:
@@ -307,7 +307,7 @@ class Transformer:
         ]
 
     def _matmuls(self, shared_head: bool = False) -> list[Matmuls]:
-        """Return all matmuls except the adapters'; `shared_head` counts the LM head once, as a parameter."""
+        """Return all matmuls but adapters. With `shared_head`, multi-token prediction adds no further LM head."""
         matmuls = [*self._main(), *self._mtp()]
         if self.mtp_layers and not shared_head:
             shapes = ((self.width, self.vocabulary),)
@@ -333,7 +333,7 @@ class Transformer:
         return scores + [_Scores("mtp_attention_scores", self.mtp_layers, windows[-1])] * bool(self.mtp_layers)
 
     def _score_dims(self) -> int:
-        """Return the FLOPs of one token attending to one key in one layer, QK and PV forward, divided by two."""
+        """Return half the forward FLOPs (QK and PV) of one token attending to one key in one layer."""
         m = self.latent
         return self.heads * (2 * self._head_dim() if m is None else m.nope_dim + m.rope_dim + m.value_dim)
 
@@ -364,7 +364,7 @@ def _checked(convention: Convention) -> Convention:
 
 
 def _pairs_twice(s: int, window: int | None, convention: Convention) -> int:
-    """Return twice the number of (token, visible key) pairs in a sequence, which is a whole number."""
+    """Return twice the number of (token, visible key) pairs in a sequence, so that the result is an integer."""
     if convention != "causal":
         return 2 * s * s
     # A window shorter than the sequence shows w keys to all tokens but the first, which see 1, 2 ... w - 1.

@@ -1,7 +1,4 @@
-"""HTTP client between flopwatch processes: ignores proxy settings, follows no redirect, verifies server certificates.
-
-httpx is imported by the first request, since it costs an exporter without a remote ledger 3 MiB for nothing.
-"""
+"""HTTP client between flopwatch processes: ignores proxies, follows no redirect, verifies server certificates."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def client_tls(ca_file: Path | None, cert_file: Path | None = None, key_file: Path | None = None) -> ssl.SSLContext:
-    """Return a TLS context that trusts `ca_file`, or the system's authorities without one. Raises SettingsError."""
+    """Return a client's TLS context that trusts `ca_file`, or else the system's CAs. Raises SettingsError."""
     try:
         context = ssl.create_default_context(cafile=ca_file)
         if cert_file is not None:
@@ -30,19 +27,19 @@ def client_tls(ca_file: Path | None, cert_file: Path | None = None, key_file: Pa
 
 
 def url_tls(url: str, ca_file: Path | None) -> ssl.SSLContext:
-    """Return the TLS context for a URL, an empty one for http://, which saves loading the system's authorities."""
+    """Return the client's TLS context for a URL. For http:// it is empty, because loading CAs takes time."""
     return client_tls(ca_file) if url.startswith("https:") else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 
 
 def client(
     tls: ssl.SSLContext | None = None, *, timeout: float, headers: Mapping[str, str] | None = None
 ) -> httpx.Client:
-    """Return a client to use in a `with` statement; `timeout` in seconds bounds each read and write.
+    """Return an HTTP client for a `with` statement. `timeout` in seconds bounds each read and write.
 
-    Requests raise httpx.HTTPError, or httpx.InvalidURL for a URL that is wrong. A redirect is returned as it is, since
+    Requests raise httpx.HTTPError, or httpx.InvalidURL for a wrong URL. A redirect is returned as the response, because
     following it would send the token to another host.
     """
-    import httpx
+    import httpx  # not before the first request: saves an exporter without a remote ledger 3 MiB
 
     return httpx.Client(
         verify=_system_tls() if tls is None else tls,
@@ -54,7 +51,7 @@ def client(
 
 
 def read(response: httpx.Response, limit: int) -> bytes:
-    """Return at most `limit` bytes of a streamed response."""
+    """Return at most `limit` bytes of the body of a streamed response."""
     content = bytearray()
     for chunk in response.iter_bytes():
         content += chunk
@@ -64,7 +61,7 @@ def read(response: httpx.Response, limit: int) -> bytes:
 
 
 def reason(error: BaseException) -> BaseException:
-    """Return the error of the operating system or of OpenSSL that made an httpx error, or the error itself."""
+    """Return the OSError, such as that of a socket or of OpenSSL, behind an httpx error, or else the httpx error."""
     cause = error.__cause__ or error.__context__
     while cause is not None:
         if isinstance(cause, OSError):

@@ -8,15 +8,13 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
-# Passwords that wait for their hash, which are computed one at a time. More are turned away.
-MAX_WAITING = 8
+MAX_WAITING = 8  # passwords; hashes are computed one at a time, and further passwords are refused
 
 
 class Passwords:
-    """Check of passwords against bcrypt hashes, with a cache, since one hash takes 50 ms or more.
+    """Check of passwords against bcrypt hashes, with a cache, because one hash takes 50 ms or more.
 
-    The cache has a keyed digest of user, hash and password of the last correct password of each user, in memory only.
-    The check of an unknown user takes as long as that of a known one.
+    The cache has a keyed digest of each user's last password, in memory only. Unknown users take as long as known ones.
     """
 
     def __init__(self) -> None:
@@ -26,7 +24,7 @@ class Passwords:
         self._waiting = 0
 
     async def check(self, users: Mapping[str, str], authorization: bytes) -> bool | None:
-        """Return whether a header has the password of a user, or None if too many passwords wait for the check."""
+        """Return whether an Authorization header has a user's password, or None if too many passwords wait."""
         credentials = _credentials(authorization)
         if credentials is None:
             return False
@@ -64,19 +62,19 @@ def _same(password: bytes, stored: str) -> bool:
     import bcrypt
 
     try:
-        # bcrypt uses 72 bytes of a password. This package refuses longer ones, others truncate them.
+        # bcrypt uses 72 bytes of a password. This package refuses longer passwords, others truncate them.
         return bcrypt.checkpw(password[:72], stored.encode())
     except ValueError:
         return False
 
 
 def _like(users: Mapping[str, str]) -> str:
-    """Return a hash that no password has, of the cost of the first user's."""
+    """Return a bcrypt hash that no password matches, with the cost of the first user's hash."""
     return f"{next(iter(users.values()))[:7]}{'.' * 53}"
 
 
 def _credentials(header: bytes) -> tuple[str, bytes] | None:
-    """Return user and password of a Basic authorization, None if it is malformed: RFC 7617."""
+    """Return user and password of a Basic Authorization header (RFC 7617), or None if it is malformed."""
     scheme, _, encoded = header.partition(b" ")
     if scheme.lower() != b"basic":
         return None

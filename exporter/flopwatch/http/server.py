@@ -21,33 +21,32 @@ from flopwatch.settings import Address, SettingsError
 
 log = logging.getLogger(__name__)
 
-MAX_BYTES = 1 << 20
+MAX_BYTES = 1 << 20  # of a request body
 # Seconds to receive the headers of a request and its body, and to wait for a client that reads a response slowly.
 HEADERS_TIMEOUT, BODY_TIMEOUT, RESPONSE_TIMEOUT = 10.0, 10.0, 15.0
-# Seconds for which a body may continue to arrive after the response, so that the client can read that.
-LINGER = 1.0
+LINGER = 1.0  # seconds a body may arrive after the response, so that the client can read the response
 
 
 class BodyTooLarge(ValueError):
-    """Request body larger than MAX_BYTES."""
+    """Error raised for a request body larger than MAX_BYTES."""
 
 
 class BodyTimeout(ValueError):
-    """Request body that did not arrive within BODY_TIMEOUT, or whose client disconnected."""
+    """Error raised if a request body does not arrive within BODY_TIMEOUT, or the client disconnects."""
 
 
 class Unauthorized(ValueError):
-    """Request without the right bearer token."""
+    """Error raised for a request without the right bearer token."""
 
 
 def log_to_stderr() -> None:
-    """Log to stderr from INFO on, and uvicorn's own messages only from ERROR on."""
+    """Log to stderr from level INFO on, and uvicorn's own messages only from level ERROR on."""
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("uvicorn").setLevel(logging.ERROR)
 
 
 def listener(flag: str, address: Address, backlog: int) -> socket.socket:
-    """Return a listening socket. Raises SettingsError, which names the flag to change."""
+    """Return a listening TCP socket. Raises SettingsError, which names the flag to change."""
     host, family = address.place()
     try:
         listening = socket.create_server(
@@ -65,7 +64,7 @@ def listener(flag: str, address: Address, backlog: int) -> socket.socket:
 
 
 def check_token(flag: str, file: Path | None) -> None:
-    """Raise SettingsError if a token file is given, and it cannot be read or is empty."""
+    """Raise SettingsError if a token file is given but is empty or cannot be read."""
     if file is None:
         return
     try:
@@ -77,7 +76,7 @@ def check_token(flag: str, file: Path | None) -> None:
 
 
 def authorize(request: Request, flag: str, token_file: Path | None) -> None:
-    """Raise Unauthorized unless the request has the token, which is read on every request so that it can be rotated."""
+    """Raise Unauthorized if a token file is given and the request lacks its token. The file is read each time."""
     if token_file is None:
         return
     try:
@@ -90,7 +89,7 @@ def authorize(request: Request, flag: str, token_file: Path | None) -> None:
 
 
 async def read_body(request: Request) -> bytes:
-    """Return the body of a request. Raises BodyTooLarge and BodyTimeout."""
+    """Return the body of a request, at most MAX_BYTES. Raises BodyTooLarge or BodyTimeout."""
     content = bytearray()
 
     async def read() -> None:
@@ -107,7 +106,7 @@ async def read_body(request: Request) -> bytes:
 
 
 class _Server(uvicorn.Server):
-    """Server that leaves signals to the caller: uvicorn would end the process with them instead of with status 0."""
+    """Server that leaves signals to its caller. uvicorn would end the process by the signal, not with status 0."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -122,13 +121,12 @@ class _IdleTimeout:
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self, protocol: H11Protocol, seconds: float | None = None) -> None:
-        """Start the timer unless it is running."""
+        """Start the timer unless it is running. `seconds` replaces its default duration."""
         if self._timer is None:
             seconds = self._seconds if seconds is None else seconds
             self._timer = protocol.loop.call_later(seconds, protocol.transport.abort)
 
     def stop(self) -> None:
-        """Stop the timer."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -137,13 +135,12 @@ class _IdleTimeout:
 class _Protocol(H11Protocol):
     """One HTTP connection with timeouts for slow requests and for slow readers of a response.
 
-    uvicorn bounds only the pause between two requests. Without these timeouts, a request that arrives a byte at a time
-    would hold one of `max_connections`, and a response that is read so, its memory.
+    uvicorn bounds only the pause between two requests. A client that sends a request byte by byte would hold one of
+    `max_connections`. A client that reads a response byte by byte would hold the response in memory.
     """
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Start the timeout of the first request."""
-        assert isinstance(transport, asyncio.Transport)  # as of every stream, TLS or not
+        assert isinstance(transport, asyncio.Transport)  # the transport of every stream, TLS or not
         self._request_timeout, self._response_timeout = _IdleTimeout(HEADERS_TIMEOUT), _IdleTimeout(RESPONSE_TIMEOUT)
         super().connection_made(transport)
         # Pause writing as soon as one byte stays in the buffer. With TLS, 0 would never count as exceeded.
@@ -151,7 +148,7 @@ class _Protocol(H11Protocol):
         self._request_timeout.start(self)
 
     def data_received(self, data: bytes) -> None:
-        """Receive a part of a request, and restart its timeout between requests."""
+        """Receive bytes. The request's timeout runs until the headers are complete."""
         super().data_received(data)
         if self.conn.their_state is h11.IDLE:
             self._request_timeout.start(self)
@@ -159,7 +156,7 @@ class _Protocol(H11Protocol):
             self._request_timeout.stop()
 
     def on_response_complete(self) -> None:
-        """Start the timeout of the next request."""
+        """Stop the request's timeout, or grant LINGER to a body that still arrives."""
         self._request_timeout.stop()
         if self._answered:
             self._request_timeout.start(self, LINGER)
@@ -167,28 +164,27 @@ class _Protocol(H11Protocol):
 
     @property
     def _answered(self) -> bool:
-        """Whether the response was sent before the whole request had arrived."""
+        """Return whether the response was sent before the whole request had arrived."""
         return self.conn.their_state is h11.SEND_BODY and self.conn.our_state in (h11.DONE, h11.MUST_CLOSE)
 
     def pause_writing(self) -> None:
-        """Start the timeout of a client that does not read."""
+        """Start the timeout of a client that does not read the response."""
         super().pause_writing()
         self._response_timeout.start(self)
 
     def resume_writing(self) -> None:
-        """Stop that timeout: the client has read everything."""
+        """Stop the response's timeout, because the client has read everything."""
         super().resume_writing()
         self._response_timeout.stop()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop both timeouts."""
         self._request_timeout.stop()
         self._response_timeout.stop()
         super().connection_lost(exc)
 
 
 def server(app: Callable[..., Awaitable[None]], max_connections: int | None = None) -> uvicorn.Server:
-    """Return a server for an ASGI application; `serve([socket])` runs it, and setting `should_exit` ends it."""
+    """Return a server for an ASGI application. `serve([socket])` runs the server until `should_exit` is set."""
     return _Server(
         uvicorn.Config(
             app,

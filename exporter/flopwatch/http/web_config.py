@@ -1,9 +1,9 @@
 """TLS and authentication of a listener: the web configuration file of Prometheus' exporters.
 
-Format: https://github.com/prometheus/exporter-toolkit/blob/master/docs/web-configuration.md. As there, the file and the
-files that it names are reloaded when they change, for the next connection and the next request. A reload never turns
-TLS on or off, nor authentication off, since editors truncate a file before writing it. Options that Python's `ssl` does
-not have are errors. http2 and prefer_server_cipher_suites have no effect.
+Format: https://github.com/prometheus/exporter-toolkit/blob/master/docs/web-configuration.md. As in these exporters, the
+file and the files it names are reloaded when they change, at the next connection or request. A reload never turns TLS
+on or off and never disables authentication, because editors truncate a file before writing it. Options that Python's
+`ssl` lacks are errors. http2 and prefer_server_cipher_suites have no effect.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ CLIENT_AUTH = {
     "RequireAndVerifyClientCert": ssl.CERT_REQUIRED,
 }
 VERSIONS = {"TLS12": ssl.TLSVersion.TLSv1_2, "TLS13": ssl.TLSVersion.TLSv1_3}
-# Go's names of its secure suites below TLS 1.3 by those of OpenSSL. Suites of TLS 1.3 are not configurable.
+# OpenSSL's names of the secure suites below TLS 1.3, by Go's names. Suites of TLS 1.3 are not configurable.
 _CIPHERS = {
     f"TLS_ECDHE_{key}_WITH_{go}": f"ECDHE-{key}-{openssl}"
     for key in ("RSA", "ECDSA")
@@ -62,8 +62,7 @@ _HEADERS: dict[str, tuple[str, ...]] = {
     "Strict-Transport-Security": (),
 }
 _BCRYPT = re.compile(r"\$2[aby]\$([0-9]{2})\$[./A-Za-z0-9]{53}")
-# Each step doubles the time; 10 takes 50 ms.
-MIN_COST, MAX_COST = 4, 16
+MIN_COST, MAX_COST = 4, 16  # of a bcrypt hash; each step doubles its time, and a cost of 10 takes 50 ms
 MAX_DEPTH = 3  # of keys and indices
 _PACKAGES = "--web-config needs PyYAML and bcrypt; install flopwatch[exporter]"
 
@@ -82,12 +81,12 @@ class Tls:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """Files with certificates and keys."""
+        """Return the files with certificates and keys."""
         files = (self.cert_file, self.key_file, self.client_ca_file)
         return tuple(file for file in files if file is not None)
 
     def context(self) -> ssl.SSLContext:
-        """Return the TLS context. Raises SettingsError if a file cannot be used."""
+        """Return the listener's TLS context. Raises SettingsError if a file cannot be used."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version, context.maximum_version = self.min_version, self.max_version
         for key, file in (("cert_file", self.cert_file), ("key_file", self.key_file)):
@@ -115,7 +114,7 @@ class Tls:
 
 @dataclass(frozen=True, slots=True)
 class WebConfig:
-    """Content of a web configuration file."""
+    """Content of a web configuration file: TLS, users and response headers."""
 
     tls: Tls | None = None
     users: Mapping[str, str] = field(default_factory=dict, repr=False)  # bcrypt hashes by user
@@ -126,12 +125,12 @@ class WebConfig:
         return bool(self.users) or (self.tls is not None and self.tls.client_auth is ssl.CERT_REQUIRED)
 
 
-_NOTHING = ("", "~", "null")  # what YAML calls null, and a key without a value
+_NOTHING = ("", "~", "null")  # null in YAML, or a key without a value
 _Flag = Literal["", "true", "false"]
 
 
 class _Section(BaseModel):
-    """Keys with values of the file. `unsupported` keys exist in the format, and their texts say what to do instead."""
+    """Section of the file. `unsupported` maps each key that flopwatch rejects to the advice at the error's end."""
 
     model_config = ConfigDict(defer_build=True)
     unsupported: ClassVar[Mapping[str, str]] = {}
@@ -183,7 +182,7 @@ class _TlsSection(_Section):
         return self
 
     def settings(self, base: Path) -> Tls | None:
-        """Return the TLS settings, or None for an empty section; file names are relative to `base`."""
+        """Return the TLS settings, or None for an empty section. Relative file names start at `base`."""
         if not self.model_fields_set:
             return None
         auth, ca_file = CLIENT_AUTH[self.client_auth_type or "NoClientCert"], self.client_ca_file
@@ -239,7 +238,7 @@ def _wrong(key: str, problem: str) -> PydanticCustomError:
 
 
 def parse(text: str, base: Path = Path()) -> WebConfig:
-    """Return the configuration in a YAML text; file names are relative to `base`. Raises SettingsError."""
+    """Return the configuration in a YAML text. Relative file names start at `base`. Raises SettingsError."""
     lines: dict[Loc, int] = {}
     content = _plain(_compose(text), (), lines)
     try:
@@ -251,7 +250,7 @@ def parse(text: str, base: Path = Path()) -> WebConfig:
 
 
 def _message(error: ErrorDetails, lines: Mapping[Loc, int]) -> str:
-    """Return what is wrong with line and key, without the value, which may be a secret."""
+    """Return a validation error's text with line and key, without the value, because it may be a secret."""
     context, loc, kind = error.get("ctx", {}), error["loc"], error["type"]
     problem = _PROBLEMS.get(kind, str(context.get("error", "")))
     if kind == "key":
@@ -269,7 +268,7 @@ def _message(error: ErrorDetails, lines: Mapping[Loc, int]) -> str:
 
 
 def _compose(text: str) -> Node | None:
-    """Return the nodes of a YAML document, without making objects of them. Raises SettingsError."""
+    """Return the root node of a YAML document, without constructing Python objects. Raises SettingsError."""
     try:
         import yaml
     except ImportError:
@@ -278,7 +277,7 @@ def _compose(text: str) -> Node | None:
         return yaml.compose(text, Loader=yaml.BaseLoader)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark is not None else 1
-        # Without the words that it quotes from the file: one of them may be a secret.
+        # Remove the words that the error quotes from the file, because one of them may be a secret.
         problem = re.sub(r" '.{2,}'", "", str(error.problem or error.context))
         raise SettingsError(f"line {line} is not YAML: {problem}") from None
     except yaml.YAMLError as error:
@@ -288,11 +287,11 @@ def _compose(text: str) -> Node | None:
 
 
 def _plain(node: Node | None, loc: Loc, lines: dict[Loc, int]) -> Any:
-    """Return a YAML node as texts, lists and dictionaries, and note the line of each. Raises SettingsError."""
+    """Return a YAML node as strings, lists and dictionaries, and add each line to `lines`. Raises SettingsError."""
     from yaml import MappingNode, SequenceNode
 
     lines[loc] = 1 if node is None else node.start_mark.line + 1
-    if len(loc) > MAX_DEPTH:  # an alias may refer to a node above it
+    if len(loc) > MAX_DEPTH:  # an alias may refer to a node that contains it
         raise SettingsError(f"line {lines[loc]}: this is nested too deeply")
     if isinstance(node, SequenceNode):
         return [_plain(item, (*loc, index), lines) for index, item in enumerate(node.value)]
@@ -331,10 +330,7 @@ def _stat(file: Path) -> tuple[int, int, int] | None:
 
 
 class Web:
-    """Web configuration file in use: `protect` wraps an application, `secure` adds TLS to its server.
-
-    Raises SettingsError for a file that cannot be used.
-    """
+    """Web configuration in use: `protect` guards an application, `secure` adds TLS. Raises SettingsError."""
 
     def __init__(self, file: Path, flag: str = "--web-config") -> None:
         self._name = f"{flag} {file}"
@@ -344,7 +340,7 @@ class Web:
         self.config, self.context = self._read()
 
     def _read(self) -> tuple[WebConfig, ssl.SSLContext | None]:
-        # The state of the files is taken before they are read, so that no change is missed, and also if they cannot be
+        # Signatures are taken before the files are read, so that no change is missed, and also of files that cannot be
         # used, so that the error is logged once.
         self._files: tuple[Path, ...] = (self._file,)
         self._seen = _signature(self._files)
@@ -365,7 +361,7 @@ class Web:
             raise SettingsError(f"{self._name}: {error}") from None
 
     def refresh(self) -> None:
-        """Reload the files if they changed. Thread-safe."""
+        """Reload the files if they changed. If they cannot be used, log that and keep the old ones. Thread-safe."""
         with self._lock:
             if _signature(self._files) == self._seen:
                 return
@@ -384,7 +380,7 @@ class Web:
             log.info("reloaded %s", self._name)
 
     def secure(self, config: uvicorn.Config) -> None:
-        """Add TLS to a server if it is configured."""
+        """Add TLS to a uvicorn server if the file configures TLS."""
         if self.context is None:
             return
         if not config.loaded:
@@ -394,7 +390,7 @@ class Web:
     def protect(self, app: ASGIApp, own: str | None = None) -> ASGIApp:
         """Return an application that requires a password and adds the configured headers to responses.
 
-        Paths below `own` need no password: the application requires a token there, and both use the same header.
+        Paths that begin with `own` need no password, because the application requires a token in the same header there.
         """
 
         async def protected(scope: Scope, receive: Receive, send: Send) -> None:
@@ -419,19 +415,19 @@ class Web:
 
 
 class ReloadingSSLContext(ssl.SSLContext):
-    """TLS context that uses the current certificates for each new connection: asyncio calls `wrap_bio` for each."""
+    """TLS context with the current certificates for each connection, because asyncio calls `wrap_bio` for each."""
 
     _web: Web
 
     def __new__(cls, web: Web) -> ReloadingSSLContext:
-        """Make a context for servers, as SSLContext takes the protocol here and not in __init__."""
+        """Make a context for servers, because SSLContext takes the protocol here and not in __init__."""
         return super().__new__(cls, ssl.PROTOCOL_TLS_SERVER)
 
     def __init__(self, web: Web) -> None:
         self._web = web
 
     def wrap_bio(self, *arguments: Any, **keywords: Any) -> ssl.SSLObject:
-        """Return the TLS object of a new connection."""
+        """Return the TLS object of a new connection, after changed files were reloaded."""
         self._web.refresh()
         assert self._web.context is not None
         return self._web.context.wrap_bio(*arguments, **keywords)

@@ -120,8 +120,8 @@ def test_the_text_format_is_this() -> None:
         "# TYPE gpu_energy_joules_total counter\n"
         'gpu_energy_joules_total{gpu="0",uuid="GPU-6f1"} 123.456\n'
         'gpu_energy_joules_total{gpu="1",uuid="say \\"hi\\"\\\\\\n"} 0.0\n'
-        "# HELP gpu_utilization_ratio Share of the driver's last sampling window (1/6 to 1 s) in which a kernel was "
-        "resident. Shows busy, not efficient. Source: nvmlDeviceGetUtilizationRates gpu.\n"
+        "# HELP gpu_utilization_ratio Share of the driver's last sampling window (1/6 to 1 s) in which a kernel ran "
+        "on the GPU. A busy GPU may be inefficient. Source: nvmlDeviceGetUtilizationRates gpu.\n"
         "# TYPE gpu_utilization_ratio gauge\n"
         'gpu_utilization_ratio{gpu="0",uuid="GPU-6f1"} 0.97\n'
         "# HELP flopwatch_build_info Version of this exporter. Source: flopwatch.__version__.\n"
