@@ -87,6 +87,7 @@ from flopwatch.node.collectors import AccessLost, RestartReader, Unsupported
 from flopwatch.node.collectors.nvml import Nvml, numa_node
 from flopwatch.node.collectors.nvml.card import BLIND, GONE, LACKING
 from flopwatch.node.collectors.nvml.fields import ALL_LINKS, FAST, SLOW, Key
+from flopwatch.node.collectors.nvml.reads import READS
 from flopwatch.simulate import SimulatedNode
 from flopwatch.simulate.pynvml import Handle, Simulation
 from flopwatch.simulate.sources import nvml as simulated
@@ -267,6 +268,12 @@ def test_a_call_a_gpu_does_not_support_costs_its_own_values_on_that_gpu_and_noth
         # Without the cumulative fields the first GPM sample has no traffic yet.
         assert rows(samples, "2") == every - lost
         assert all(rows(samples, gpu) == every for gpu in "0134567")
+
+
+def test_pynvml_has_every_call_that_is_read() -> None:
+    # A misspelled call would look like a driver without it: no sample and no error.
+    calls = {name for read in READS for name in (read.name, *read.needs)}
+    assert {name for name in calls if not hasattr(pynvml, name)} == set()
 
 
 def test_the_series_of_an_h100_stay_within_what_the_budget_leaves_to_nvml(
