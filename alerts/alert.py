@@ -16,7 +16,7 @@ BOARDS = {"run": ("run", "run"), "device": ("fabric", "host"), "leaf": ("fabric"
 
 @dataclass(frozen=True, slots=True)
 class Alert:
-    """One alerting rule, with placeholders (alerts/template.py) until `at` fills them in.
+    """One alerting rule. `at` replaces its placeholders by durations, settings and fragments (alerts/template.py).
 
     `identity` has the labels of the expression's series. Together with name and severity, they identify an alert.
     `summary` is a static sentence. `description` names run, rank, host, GPU or port and the value. `expr` is PromQL,

@@ -108,7 +108,10 @@ class JobLifecycle:
         self.resume(state, t)
 
     def resume(self, state: JobState, t: float) -> None:
-        """Begin the steps up to the next checkpoint and send a record from the node that the ledger follows."""
+        """Begin the steps up to the next checkpoint, after a restore or a stall or at the start of a slowdown.
+
+        Report this to the ledger at once, from the first node that still sends records.
+        """
         self.train(state, t)
         self.report(state, t)
 
@@ -192,7 +195,7 @@ class JobLifecycle:
         self._nodes.leader(state.job, state.current, t)
 
     def _tick(self, state: JobState, attempt: JobAttempt, t: float) -> None:
-        """Send a record from every node, and repeat this at a fixed interval until the attempt ends."""
+        """Send a record from every node that a fault did not silence, and repeat this until the attempt ends."""
         if attempt.ended is None and self._every is not None and not state.done:
             self._nodes.all(state.job, attempt, t)
             self._events.at(t + self._every, partial(self._tick, state, attempt))

@@ -87,7 +87,7 @@ class Nodes:
                 self.note(clue, node, 0, t - self._rng.uniform(0.0, 1.0), attempt)
 
     def seen(self, node: int) -> Iterable[Record]:
-        """Return all evidence of a node so far."""
+        """Return the entries of a node's evidence so far, at most the MAX_EVIDENCE newest."""
         return self._evidence.get(node, {}).values()
 
     def _of(self, node: int, start: float) -> list[Record]:

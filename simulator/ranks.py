@@ -116,7 +116,7 @@ class RankTotals:
         self.last: float | None = None  # end of the last step, by the clock of the host
 
     def add(self, segment: Segment, rank: int, trouble: Trouble, skew: float) -> None:
-        """Add a completed segment to the totals of `rank`. `skew` is the error of its host's clock in seconds."""
+        """Add a completed segment to the totals of `rank`, whose host's clock is `skew` seconds fast."""
         begin, end, activity, late, waits = segment
         stalled = late.get(rank, 0.0) if trouble.loading else 0.0
         self.seconds[activity] += end - begin - stalled

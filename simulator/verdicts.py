@@ -64,9 +64,9 @@ class KindScore:
 
     @property
     def median(self) -> float | None:
-        """Return the upper median of the seconds from the trouble to the first name of a rank or host.
+        """Return the upper median of the seconds from the trouble to the first name, over jobs with a right result.
 
-        Returns None if no rank or host was named.
+        Returns None if no rank or host was named in these jobs.
         """
         return sorted(self.after)[len(self.after) // 2] if self.after else None
 

@@ -1,14 +1,15 @@
 """Recording rules on training: MFU, step time, tokens, waits and stragglers.
 
 A rank that moved, or an exporter that restarted, leaves two series of one rank within a window. So rates are taken
-before sums, and both sides of a ratio are summed over the same series before they are divided. A join has the host on
-its one side, where topk keeps it unique. An exporter serves one host, so `instance` has as many values as there are
-hosts.
+before sums, and both sides of a ratio are summed over the same series before they are divided. A join takes the host
+from its "one" side, where topk leaves one series per rank or instance. An exporter serves one host, so `instance` has
+as many values as there are hosts.
 
 Scores use the lowest wait that is not below the median. This wait is exactly the upper median, and its cost is linear
-in the number of ranks. A restarted rank may be on another host, so its windows before the restart do not count. Tokens
-are compared per step, because ranks in the same step are scraped at different times. A failed scrape is not the end of
-a rank, so labels are read from the last four scrapes.
+in the number of ranks. A rank keeps its score but is no candidate in two cases. It restarted within three windows,
+perhaps on another host, or its steps have over 5 % more tokens than the mean. Tokens are compared per step, because
+ranks in the same step are scraped at different times. A failed scrape is not the end of a rank, so labels are read
+from the last four scrapes.
 
 vmalert sees a recorded series one evaluation late. So a rule that tests whether a rank has the maximum of its run
 computes this maximum itself.

@@ -41,7 +41,11 @@ def run(options: argparse.Namespace) -> int:
 
 @contextmanager
 def _look(options: argparse.Namespace, settings: ExporterSettings) -> Iterator[Look]:
-    """Yield a function that returns the node's samples: from the exporter if one listens, else from the hardware."""
+    """Yield a function that returns the node's samples. With --url, raises NotListening if no exporter listens there.
+
+    Without --url, the samples are from the exporter at URL if one listens, else from the hardware. With --direct,
+    --simulate or --sysfs and no --url, they are always from the hardware.
+    """
     from flopwatch.http.client import client_tls
     from flopwatch.node.health import check
 

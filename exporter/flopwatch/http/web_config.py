@@ -361,7 +361,10 @@ class Web:
             raise SettingsError(f"{self._name}: {error}") from None
 
     def refresh(self) -> None:
-        """Reload the files if they changed. If they cannot be used, log that and keep the old ones. Thread-safe."""
+        """Reload the files if they changed. Thread-safe.
+
+        Keep the old settings, and log why, if the new ones are invalid, switch TLS on or off or disable authentication.
+        """
         with self._lock:
             if _signature(self._files) == self._seen:
                 return

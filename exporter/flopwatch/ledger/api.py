@@ -73,6 +73,6 @@ def _parse_close(body: bytes) -> tuple[str, str | None, str]:
 
 
 def of_this_machine(request: Request) -> None:
-    """Raise Unauthorized if the client of the request is not on this machine, that is at a loopback address."""
+    """Raise Unauthorized unless the client of the request is at 127.0.0.1 or ::1."""
     if request.client is None or request.client.host not in ("127.0.0.1", "::1"):
         raise http_server.Unauthorized("only processes on this machine may do that")

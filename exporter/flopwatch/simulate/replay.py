@@ -69,7 +69,7 @@ class Replay:
         return answers[min(self._asked[key], len(answers)) - 1]
 
     def _handle(self, name: str, sample: bool = False) -> Any:
-        """Return a made-up pointer for a recorded handle. It is never dereferenced."""
+        """Return a made-up pointer to a device, or to a GPM sample if `sample`. A name keeps its pointer."""
         address = self._addresses.setdefault(name, 0x1000 * (len(self._addresses) + 1))
         handle = ctypes.cast(ctypes.c_void_p(address), real.c_nvmlGpmSample_t if sample else real.c_nvmlDevice_t)
         self._handles.give(handle, name)

@@ -96,7 +96,11 @@ def critical_xids() -> Mapping[str, str]:
 
 
 def gpus_with_xids(driver_content: bool, *nvidia: str) -> Callable[[Facts], Iterator[Found]]:
-    """Return a search for critical Xids with such NVIDIA actions. `driver_content`: the driver requests no recovery."""
+    """Return a search for GPUs with critical Xids in the last hour whose gravest NVIDIA action is in `nvidia`.
+
+    Without `nvidia`, any action matches. With `driver_content`, the search finds only GPUs for which the driver
+    requests no recovery. Otherwise it finds only the others.
+    """
 
     def find(facts: Facts) -> Iterator[Found]:
         codes: dict[Labels, list[str]] = {}

@@ -115,7 +115,11 @@ def over_budget(keys: Sequence[Key]) -> tuple[set[int], Counter[str]]:
 
 
 def overlap(parts: Sequence[Part]) -> tuple[set[int], Counter[str]]:
-    """Return the positions over all parts (one per source) of series to drop as repeated, and duplicates by source."""
+    """Return the positions over all parts (one per source) of series to drop, and the duplicates by source.
+
+    A duplicate has the row and labels of an earlier series. A secondary source's row for a GPU or port is dropped
+    where an earlier source has that row for it. This is no duplicate.
+    """
     left_out: set[int] = set()
     twice: Counter[str] = Counter()
     seen: set[tuple[str, tuple[str, ...]]] = set()

@@ -361,7 +361,11 @@ class Counter(TorchDispatchMode):
     def attention(
         self, query: Any, key: Any, value: Any, mask: torch.Tensor | None, causal: bool, function: type | None = None
     ) -> None:
-        """Count the attention of query [..., heads, queries, e] to key and value [..., heads or fewer, keys, e]."""
+        """Count the attention of query [..., heads, queries, e] to key and value [..., heads or fewer, keys, e].
+
+        Scores that `causal` hides, or else `mask`, do not count. `function` is the autograd.Function around the call.
+        Its backward is counted if it belongs to PyTorch or flash_attn, and refused otherwise.
+        """
         sizes = prod(query.shape[:-2]), query.shape[-2], key.shape[-2], query.shape[-1] + value.shape[-1]
         self._attention((query, key), sizes, mask, causal, function)
 

@@ -112,7 +112,7 @@ def _facts(trainer: Any) -> dict[str, Any]:
 def _save(
     run: Run, checkpointer: Any, save: Callable[..., bool], step: int, last_step: bool = False, **kwargs: Any
 ) -> bool:
-    """Call torchtitan's `save`, and record the checkpoint if it saves one at this step."""
+    """Call torchtitan's `save`, and record the checkpoint once it is written, unless it has only weights."""
     before = getattr(checkpointer, "save_future", None)
     try:
         saves = bool(checkpointer._should_save(step, last_step))

@@ -43,7 +43,7 @@ class Watch:
         self.handles: list[Any] = []  # of hooks, and of what was replaced
 
     def remove(self) -> None:
-        """Remove all hooks."""
+        """Remove all hooks on parameters, and restore the replaced methods of FSDP2 and torch.distributed."""
         self._seen = True  # no warning from now on
         while self.handles:
             self.handles.pop().remove()

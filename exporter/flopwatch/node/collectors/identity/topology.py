@@ -89,7 +89,7 @@ def same_host(one: str, other: str) -> bool:
 
 
 def slurm(text: str, host: str) -> Place:
-    """Return the place of a host from the text of a topology.conf. Raises ValueError if it does not name the host."""
+    """Return the leaf switch and the block of a host from a topology.conf. Raises ValueError if it has neither."""
     leaf = domain = None
     known, names = False, {host, host.partition(".")[0]}
     for line in text.replace("\\\n", " ").splitlines():

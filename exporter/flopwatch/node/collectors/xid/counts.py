@@ -69,7 +69,7 @@ class Counts:
         errors[error] = errors.get(error, 0) + 1
 
     def notice(self, owner: str, name: str) -> None:
-        """Count an NVML event that is not an Xid, such as `recovery_action`."""
+        """Count an NVML event that is not an Xid, such as `recovery_action`, of a GPU's uuid or PCI address."""
         notices = self.notices.setdefault(owner, {})
         notices[name] = notices.get(name, 0) + 1
 

@@ -158,7 +158,7 @@ class KernelLog:
             self.numbering, self._next, self.since = numbering, 0, float("-inf")
 
     def _line(self, line: bytes) -> None:
-        """Accept a numbered record above the last number accepted. Count missing numbers as lost."""
+        """Accept a record numbered above the last one, and keep it if it is relevant. Count missing numbers as lost."""
         number = line.split(b",", 2)[1:2]
         if not number or not number[0].isdigit() or len(number[0]) > 15:
             return
