@@ -140,7 +140,7 @@ STRAGGLERS: tuple[TroubleKind, ...] = (
         "low_clock",
         "the clock of a GPU is low for no visible reason",
         lambda rng: _late(rng, CardSymptoms(clock=0.6)),
-        "lower than that of the other GPUs",
+        "below the median of the run's GPUs",
     ),
     TroubleKind("narrow_pcie", "the PCIe link of a GPU has four lanes", _transfers, "has only 4 lanes"),
     TroubleKind("slow_memory", "a GPU is slow, and no metric shows why", _late),
@@ -271,12 +271,9 @@ HANGS: tuple[TroubleKind, ...] = (
         lambda rng: _blocked(rng, silent=True, state="stopped"),
         "is stopped, or stuck in the kernel",
     ),
-    TroubleKind("endless_loop", "a rank loops", _blocked, " is at train.py:88 in train."),
+    TroubleKind("endless_loop", "a rank loops", _blocked, " is at source line train.py:88 in train."),
     TroubleKind(
-        "endless_kernel",
-        "a kernel on the GPU of a rank does not end",
-        _endless_kernel,
-        "on a GPU that goes on computing",
+        "endless_kernel", "a kernel on the GPU of a rank does not end", _endless_kernel, "on a GPU that still computes"
     ),
     TroubleKind(
         "dead_storage",
@@ -297,7 +294,7 @@ HANGS: tuple[TroubleKind, ...] = (
         "blocked_loader",
         "the data loader of a rank is blocked",
         lambda rng: _blocked(rng, data=True),
-        "is waiting for data",
+        "is waiting for the next batch",
     ),
     TroubleKind(
         "gil_held", "C code on a rank holds the interpreter lock", lambda rng: _blocked(rng, silent=True), "is silent"
@@ -318,9 +315,9 @@ HANGS: tuple[TroubleKind, ...] = (
         lambda rng: _sick_gpu(rng, CardSymptoms(xid="119")),
         "reported a critical Xid",
     ),
-    TroubleKind("link_down", "a host's port is down", _link_down, "behind a port that is down"),
+    TroubleKind("link_down", "a host's port is down", _link_down, "on a host with a port that is down"),
     TroubleKind("in_its_group", "a rank is missing in its tensor parallel group", _in_its_group, "on an idle GPU"),
-    TroubleKind("mismatch", "a rank called another collective", _mismatch, " is at train.py:88 in train."),
+    TroubleKind("mismatch", "a rank called another collective", _mismatch, " is at source line train.py:88 in train."),
     TroubleKind("no_evidence", "no metric shows which rank is missing", _no_evidence),
     TroubleKind("halves", "half of the ranks wait in one collective, and half in another", _halves),
     TroubleKind("contradiction", "a rank is missing in the collective, and another host is gone", _contradicted),

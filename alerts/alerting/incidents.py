@@ -170,11 +170,11 @@ ALERTS: tuple[Alert, ...] = (
             )
         """,
         for_="0s",
-        summary="Host is cut off by its leaf",
+        summary="Host is affected by a faulty leaf",
         description=(
-            "Host {{ $labels.host }}{{ with $labels.leaf }} of leaf {{ . }}{{ end }} is cut off, and "
-            + "so are other hosts of its leaf. LeafDown reports these hosts. This alert holds back the alerts of "
-            + "this host."
+            "Host {{ $labels.host }}{{ with $labels.leaf }} of leaf {{ . }}{{ end }} lost a port or "
+            + "stopped answering, and so did other hosts of its leaf. LeafDown reports these hosts. This alert holds "
+            + "back NodeLost and the alerts on exporter and ports of this host. Alerts on its GPUs are still sent."
         ),
     ),
     # This alert only inhibits others. A pending alert on a GPU is enough. Its `for` is longer than that of a hang, and

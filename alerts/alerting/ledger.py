@@ -69,7 +69,7 @@ _TRAINING_STALLED = (
         + "0.5 unless on (activity) topk(1, sum by (activity) "
         + "(rate(training_activity_seconds_total{run=%[1]q}[<5m>]))))",
         "$labels.run",
-        " Rank {{ .Labels.rank }}<on_host> is in {{ .Labels.activity }}.",
+        " Rank {{ .Labels.rank }}<on_host> is in {{ .Labels.activity }}, unlike the largest group of ranks.",
     )
     + "<lines>"
     + each_series(

@@ -33,7 +33,7 @@ KINDS = {
     "stopped": f"Rank {SUSPECT} on {{host}} is missing in the collective",
     "endless_loop": f"Rank {SUSPECT} on {{host}} is missing in the collective",
     "skipped_collective": f"Rank {SUSPECT} on {{host}} is missing in the collective",
-    "blocked_loader": f"Rank {SUSPECT} on {{host}} is waiting for data",
+    "blocked_loader": f"Rank {SUSPECT} on {{host}} is waiting for the next batch",
     "gil_held": f"Rank {SUSPECT} on {{host}} is missing in the collective",
     "killed": f"Rank {SUSPECT} on {{host}} is gone",
 }

@@ -90,6 +90,7 @@ BLOCKS: dict[str, dict[str, Ran | Elsewhere | Needs]] = {
         "flopwatch doctor": Elsewhere("tests/process/test_doctor.py"),
         "flopwatch report": Elsewhere("tests/process/test_report.py"),
     },
+    "adding.md": {"make generate": Needs("the example of the page in the tree")},
     "alerts.md": {
         "python -m alerts OUT": Ran("OUT/rules.yaml\nOUT/alertmanager.yml\n"),
         "flopwatch maintenance start": Elsewhere("tests/process/test_maintenance.py"),
