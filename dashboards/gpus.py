@@ -128,7 +128,7 @@ cards = [
 tops = [
     d.bargauge(
         "Hottest GPUs",
-        f"Temperature of the {p.LINES} hottest GPUs now. Expected: no outlier. Each GPU model has its own limit.",
+        f"Newest temperature of the {p.LINES} hottest GPUs. Expected: no outlier. Each GPU model has its own limit.",
         worst(str(m.GPU_TEMPERATURE_CELSIUS)),
         unit="celsius",
         thresholds=p.HOT,

@@ -40,8 +40,9 @@ verdict = [
     ),
     d.stat(
         "Lemon score",
-        "Number of signs in the last seven days that the host makes runs fail again and again. Signs are unplanned "
-        "ends, critical Xids, straggling ranks and lost ports. Expected: below 3. Drain a host with 3 or more and "
+        "Number of signs in the last seven days that the host makes runs fail again and again. An unplanned "
+        "end counts if the host had a fault at that time. Critical Xids count once per GPU and code. Straggling ranks "
+        "and lost ports count once each. Expected: below 3. Drain a host with 3 or more and "
         "test it.",
         d.Query(f"max({r.LEMON}{{{NODE}}}) or vector(0)", instant=True),
         thresholds=[(None, "green"), (1, "orange"), (3, "red")],

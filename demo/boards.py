@@ -33,9 +33,11 @@ class DashboardViewer(NamedTuple):
 def find(
     address: str, prometheus: str, folder: Path, interval: float, viewer: Sequence[str], which: Which = shutil.which
 ) -> DashboardViewer | None:
-    """Return a program that can show the dashboards at a loopback address, or None without such a program.
+    """Return the first program that can show the dashboards at a loopback address, None without one.
 
-    `viewer` is the command of flopwatch's own viewer, `interval` the scrape interval in seconds.
+    It tries Grafana on PATH, then flopwatch's own viewer if its page is built, then Grafana in Docker or Podman.
+    For Grafana, it writes provisioning files below `folder`. `viewer` is the own viewer's command, `prometheus` a
+    URL, and `interval` the scrape interval in seconds.
     """
     url = f"http://{address}"
     host, _, port = address.rpartition(":")

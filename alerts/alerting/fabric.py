@@ -179,7 +179,7 @@ ALERTS: tuple[Alert, ...] = (
             )
         """,
         for_="5m",
-        summary="Link runs below its highest rate",
+        summary="Link runs below its highest rate so far",
         description=(
             "<port>:"
             + each_port(
@@ -189,12 +189,12 @@ ALERTS: tuple[Alert, ...] = (
                 + "(last_over_time(infiniband_port_expected_rate_bytes_per_second[<5m>])) and on (instance, "
                 + "device, port) max by (instance, device, port) "
                 + "(last_over_time(infiniband_port_state_id[<5m>])) >= 4",
-                ' It runs at {{ printf "%.0f" .Value }}'
+                ' It runs at {{ printf "%.0f" .Value }} Gb/s.'
                 + each_series(
                     "max(8e-9 * infiniband_port_expected_rate_bytes_per_second{device=%[1]q,port=%[2]q} and "
                     + "on (instance, device, port) infiniband_info{host=%[3]q})",
                     "$labels.device $labels.port $labels.host",
-                    ' of {{ printf "%.0f" .Value }} Gb/s.',
+                    ' Its highest rate so far was {{ printf "%.0f" .Value }} Gb/s.',
                 ),
             )
             + "<runs_on_host>"

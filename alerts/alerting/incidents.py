@@ -109,7 +109,7 @@ ALERTS: tuple[Alert, ...] = (
         summary="Host is in maintenance",
         description=(
             "Host {{ $labels.host }} is in maintenance until {{ $value | humanizeTimestamp }}. Alerts of this "
-            + "host, and of runs with ranks there, are not sent."
+            + "host are not sent. For runs with ranks there, only alerts on loss and on impossible MFU are sent."
         ),
     ),
     # This alert only inhibits others. A pending LeafDown is enough, because its page names these hosts. Without a known
@@ -232,7 +232,8 @@ ALERTS: tuple[Alert, ...] = (
         summary="Run has ranks on a faulty host",
         description=(
             "Run {{ $labels.run }} has ranks on {{ $labels.host }}, and another alert reports what is wrong "
-            + "there. This alert inhibits the run's own alerts."
+            + "there. This alert holds back the run's alerts on progress, speed, goodput and checkpoints. "
+            + "Alerts on its loss are still sent."
         ),
     ),
 )

@@ -98,8 +98,8 @@ ALERTS: tuple[Alert, ...] = (
         for_="15m",
         summary="Training run has no MFU",
         description=(
-            'Run {{ $labels.run }} has no MFU, because of {{ $labels.reason }} ({{ printf "%.0f" $value }} '
-            + "ranks report it)."
+            "Run {{ $labels.run }} has no MFU. Ranks that report the reason {{ $labels.reason }}: "
+            + '{{ printf "%.0f" $value }}. The runbook explains the reason.'
         ),
     ),
     # `for` equals that of TrainingMfuUnavailable, because absent tokens are a reason for an absent MFU.

@@ -294,7 +294,7 @@ ALERTS: tuple[Alert, ...] = (
                 "max by (instance, device, port) (last_over_time("
                 + 'infiniband_temperature_celsius{device=%[1]q,port=%[2]q,sensor=~"Module.*"}[<5m>]'
                 + ")) > <transceiver_celsius>",
-                " Its transceiver is at {{ .Value }} degrees Celsius.",
+                " Its transceiver is at {{ .Value }} degrees Celsius (limit: <transceiver_celsius>).",
             )
             + "<runs_on_host>"
         ),

@@ -72,7 +72,7 @@ _TRAINING_STRAGGLER = (
             + "port) infiniband_port_expected_rate_bytes_per_second and on (instance, device, port) "
             + "infiniband_info{host=%q})",
             "$host",
-            "Port {{ .Labels.port }} of {{ .Labels.device }} on its host runs below its highest rate. ",
+            "Port {{ .Labels.port }} of {{ .Labels.device }} on its host runs below its highest rate so far. ",
         )
         + each_series(
             "max by (reason, part) (host_verdict_reason == 1 and on (instance) instance:host:info{host=%q})",

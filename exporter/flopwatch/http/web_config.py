@@ -330,7 +330,7 @@ def _stat(file: Path) -> tuple[int, int, int] | None:
 
 
 class Web:
-    """Web configuration in use: `protect` guards an application, `secure` adds TLS. Raises SettingsError."""
+    """Web configuration in use. `protect` adds passwords and headers, `secure` TLS. Creation raises SettingsError."""
 
     def __init__(self, file: Path, flag: str = "--web-config") -> None:
         self._name = f"{flag} {file}"

@@ -266,7 +266,7 @@ def _place(kind: str, row: Metric, labels: tuple[str, ...]) -> EvidencePlace:
 
 
 def out_of_memory(push: Push, before: EventCount | None) -> EventCount | None:
-    """Return number and time of a process's refused CUDA allocations, if any. `before` is the previous result."""
+    """Return the count of refused CUDA allocations and when it last rose, if any. `before` is the previous result."""
     count = next((value for row, _, value in push.samples if row is m.TRAINING_OUT_OF_MEMORY_TOTAL), 0.0)
     if count <= 0:
         return None

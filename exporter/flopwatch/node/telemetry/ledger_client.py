@@ -92,7 +92,7 @@ class Embedded:
 
 
 class Remote:
-    """Remote ledger. Each run causes about one request in `interval` seconds, at random times."""
+    """Client of a remote ledger. Per run, this host sends about one request in `interval` seconds, at random times."""
 
     def __init__(
         self,

@@ -421,7 +421,7 @@ class Telemetry:
 
 
 def _blocked(rank: _Rank, clock: float) -> list[Sample]:
-    """Return the seconds for which the process of a rank has been blocked, by kind. No sample if it is not watched."""
+    """Return how long a rank's process has been stopped or uninterruptible, 0 for each if not. Empty if unobserved."""
     if rank.watch is None or not rank.watch.state:
         return []
     names, state = (rank.push.run, str(rank.push.rank)), BLOCKED.get(rank.watch.state)

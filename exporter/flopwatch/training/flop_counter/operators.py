@@ -363,8 +363,9 @@ class Counter(TorchDispatchMode):
     ) -> None:
         """Count the attention of query [..., heads, queries, e] to key and value [..., heads or fewer, keys, e].
 
-        Scores that `causal` hides, or else `mask`, do not count. `function` is the autograd.Function around the call.
-        Its backward is counted if it belongs to PyTorch or flash_attn, and refused otherwise.
+        With `causal`, scores it hides do not count and `mask` is ignored. Else those that `mask` hides do not count.
+        `function` is the autograd.Function around the call. Its backward counts if PyTorch or flash_attn defines it.
+        Raises Uncountable if another one needs a gradient, or if the visible scores are unknown.
         """
         sizes = prod(query.shape[:-2]), query.shape[-2], key.shape[-2], query.shape[-1] + value.shape[-1]
         self._attention((query, key), sizes, mask, causal, function)

@@ -153,7 +153,7 @@ def _save(
 
 
 def _writes_in_background(run: Run, trainer: Any, saved: deque[int]) -> bool:
-    """Return whether AsyncCheckpointIO's thread writes checkpoints, and have it commit the steps in `saved`."""
+    """Return whether AsyncCheckpointIO's thread writes, and make each write commit the next of `saved` (-1: none)."""
     # https://lightning.ai/docs/pytorch/stable/common/checkpointing_expert.html
     io: Any = getattr(trainer.strategy, "checkpoint_io", None)
     if type(io).__name__ != "AsyncCheckpointIO" or getattr(io, "checkpoint_io", None) is None:

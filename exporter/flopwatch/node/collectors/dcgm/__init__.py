@@ -194,7 +194,7 @@ class Dcgm:
             self._watched.setdefault(pairs[0][0], []).append(_Watched(pairs, accepted))
 
     def _profiled_by_dcgm(self, session: Session, gpus: tuple[Key, ...]) -> tuple[Key, ...]:
-        """Return the GPUs whose activity NVML does not report, which are those before Hopper."""
+        """Return the GPUs whose activity only DCGM reports: those before Hopper or of unknown architecture."""
         if not gpus:
             return ()
         capability = {value.entity: value.number for value in session.latest(gpus, (fields.COMPUTE_CAPABILITY,))}
