@@ -144,8 +144,8 @@ work = [
     ),
     d.timeseries(
         "Power",
-        "Power drawn, the limit in force and the board's default limit. Expected: the default limit, and the same "
-        "power as the host's other GPUs under the same load.",
+        "Power drawn, the limit in force and the board's default limit. Expected: the limit in force equals the "
+        "default limit, and the power is that of the host's other GPUs under the same load.",
         d.Query(of(m.GPU_POWER_WATTS), "drawn"),
         d.Query(of(m.GPU_POWER_LIMIT_WATTS), "limit"),
         d.Query(of(m.GPU_POWER_LIMIT_DEFAULT_WATTS), "default limit"),

@@ -109,7 +109,7 @@ ALERTS: tuple[Alert, ...] = (
         summary="Host is in maintenance",
         description=(
             "Host {{ $labels.host }} is in maintenance until {{ $value | humanizeTimestamp }}. Alerts of this "
-            + "host are not sent. For runs with ranks there, only alerts on loss and on impossible MFU are sent."
+            + "host are not sent. For runs with ranks there, only alerts on training loss and on impossible MFU are sent."
         ),
     ),
     # This alert only inhibits others. A pending LeafDown is enough, because its page names these hosts. Without a known
@@ -233,7 +233,7 @@ ALERTS: tuple[Alert, ...] = (
         description=(
             "Run {{ $labels.run }} has ranks on {{ $labels.host }}, and another alert reports what is wrong "
             + "there. This alert holds back the run's alerts on progress, speed, goodput and checkpoints. "
-            + "Alerts on its loss are still sent."
+            + "Alerts on its training loss are still sent."
         ),
     ),
 )

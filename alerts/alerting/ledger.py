@@ -33,7 +33,7 @@ _TRAINING_DOWN = (
     + each_series(
         "max(run_open_seconds{tenant=%[1]q,run=%[2]q}) * max(run_gpus{tenant=%[1]q,run=%[2]q}) / 3600",
         "$labels.tenant $labels.run",
-        ' {{ printf "%.1f" .Value }} GPU-hours are lost so far.',
+        ' {{ printf "%.1f" .Value }} GPU-hours have passed since that report.',
     )
     + "<owner>"
 )
@@ -75,7 +75,7 @@ _TRAINING_STALLED = (
     + each_series(
         "%f * max(training_world_size{run=%q}) / 3600",
         "$value $labels.run",
-        ' {{ printf "%.1f" .Value }} GPU-hours are lost so far.',
+        ' {{ printf "%.1f" .Value }} GPU-hours have passed without a step.',
     )
     + "<owner>"
 )

@@ -286,7 +286,7 @@ ALERTS: tuple[Alert, ...] = (
                 "Ledger {{ $labels.instance }} refused {{ $value | humanizePercentage }} of the requests that it "
                 + "received in the last <10m>.",
             )
-            + " Records refused with HTTP 400 or 422, or dropped from a full spool, are missing from goodput."
+            + " Records that are not sent again are missing from goodput."
         ),
     ),
     # The last pushes of a replaced rank are refused by design, and stay in the window for ten minutes.

@@ -152,7 +152,7 @@ _TRAINING_HANG = (
     + each_series(
         "%f * max(training_world_size{run=%q}) / 3600",
         "$value $labels.run",
-        ' {{ printf "%.1f" .Value }} GPU-hours are lost so far.',
+        ' {{ printf "%.1f" .Value }} GPU-hours have passed without a step.',
     )
     + "<owner>"
 )
