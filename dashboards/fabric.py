@@ -62,8 +62,8 @@ now = [
     ),
     d.stat(
         "Flapping ports",
-        "Ports whose link was down for at least 25 s and came back, three times within twelve hours. A port counts until an hour "
-        "without a flap. Expected: 0.",
+        "Ports whose link was down for at least 25 s and came back, three times within twelve hours. A port counts "
+        "until an hour without a flap. Expected: 0.",
         d.Query(f"count({chosen(f'{m.INFINIBAND_LINK_FLAPPING} == 1')}) or vector(0)", instant=True),
         thresholds=p.FEW,
         width=4,
@@ -99,7 +99,8 @@ rails = [
     d.timeseries(
         "Credit wait by rail",
         f"Each rail's share of a run's total wait for flow-control credit, in five minutes. Shows the {p.LINES} "
-        "highest. The shares of all rails of a run add up to 100 %. Expected: equal shares. A higher share means a congested leaf switch or a slow receiver.",
+        "highest. The shares of all rails of a run add up to 100 %. Expected: equal shares. A higher share means a "
+        "congested leaf switch or a slow receiver.",
         d.Query(p.most(f"max by (run, rail) ({r.RAIL_WAIT_SHARE}{RUN})"), "{{run}} rail {{rail}}"),
         unit="percentunit",
         top=1,

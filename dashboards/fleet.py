@@ -143,7 +143,8 @@ time = [
     d.timeseries(
         "Allocated and unallocated GPUs",
         "GPUs that answer and that a rank, a pod, a job or a user has (allocated), or that have no such owner "
-        "(unallocated). GPUs with an unknown owner are in neither. Expected: no unallocated GPUs while runs are queued.",
+        "(unallocated). GPUs with an unknown owner are in neither. Expected: no unallocated GPUs while runs are "
+        "queued.",
         d.Query(r.FLEET_ALLOCATED, "allocated"),
         d.Query(r.FLEET_IDLE, "unallocated"),
         unit="none",
@@ -184,8 +185,9 @@ losses = [
     ),
     d.stat(
         "GPU time to failure",
-        "GPU time of running per unplanned end of an attempt, over the last 30 days. A value of 2 weeks means two GPU-weeks. Divided by the number of a run's "
-        "GPUs, it is the run's expected time to failure. Expected: not falling.",
+        "GPU time of running per unplanned end of an attempt, over the last 30 days. A value of 2 weeks means two "
+        "GPU-weeks. Divided by the number of a run's GPUs, it is the run's expected time to failure. Expected: not "
+        "falling.",
         d.Query(r.FLEET_MTTF),
         unit="s",
         width=6,

@@ -16,8 +16,8 @@ SOURCE = '{collector=~"$source"}'
 now = [
     d.stat(
         "Exporters up",
-        "Number of exporters that answer Prometheus. A ledger that is not part of an exporter counts too. Expected: one "
-        "per host, and one per such ledger.",
+        "Number of exporters that answer Prometheus. A ledger that is not part of an exporter counts too. Expected: "
+        "one per host, and one per such ledger.",
         d.Query(f"count({EXPORTERS} == 1)", instant=True),
         width=4,
     ),

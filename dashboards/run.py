@@ -157,7 +157,8 @@ progress = [
     d.timeseries(
         "Step time, mean and 99th percentile",
         "Duration of optimizer steps on all ranks. The mean covers five minutes. The 99th percentile covers at least "
-        "four scrapes, and more if the time range is long. Expected: constant and close together. If only the 99th percentile is high, some steps stall.",
+        "four scrapes, and more if the time range is long. Expected: constant and close together. If only the 99th "
+        "percentile is high, some steps stall.",
         d.Query(f"{r.STEP_DURATION}{{{RUN}}}", "mean"),
         d.Query(
             f"histogram_quantile(0.99, sum by (le) (rate({m.TRAINING_STEP_DURATION_SECONDS}_bucket{{{RUN}}}{RATE})))",

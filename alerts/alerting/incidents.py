@@ -109,7 +109,8 @@ ALERTS: tuple[Alert, ...] = (
         summary="Host is in maintenance",
         description=(
             "Host {{ $labels.host }} is in maintenance until {{ $value | humanizeTimestamp }}. Alerts of this "
-            + "host are not sent. For runs with ranks there, only alerts on training loss and on impossible MFU are sent."
+            + "host are not sent. For runs with ranks there, only alerts on training loss and on "
+            + "impossible MFU are sent."
         ),
     ),
     # This alert only inhibits others. A pending LeafDown is enough, because its page names these hosts. Without a known

@@ -48,7 +48,8 @@ _TRAINING_RESTART_STORM = (
         "sum(max by (bucket) "
         + '(increase(run_seconds_total{tenant=%q,run=%q,bucket=~"productive|generation"}[<1h>])))',
         "$labels.tenant $labels.run",
-        " New steps took {{ .Value | humanizeDuration }} of that time.",
+        " New steps took {{ .Value | humanizeDuration }} of that time. The rest is restarts, repeated steps and "
+        "other time, for example checkpoints.",
     )
     + each_series(
         "max by (status) (increase(run_attempt_ends_total{tenant=%q,run=%q}[<1h>])) >= 0.5",

@@ -93,6 +93,7 @@ def main() -> None:
         if step % SAVE_EVERY == 0 and rank == 0:
             with run.checkpoint():
                 torch.save({"step": step, "model": model.module.state_dict()}, folder / "draft")
+                note(draft=step)
                 (folder / "draft").replace(checkpoint)
             note(saved=step)
     run.finish()
