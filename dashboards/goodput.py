@@ -88,8 +88,8 @@ spent = [
     ),
     d.timeseries(
         "Buckets over time",
-        "Share of the wall clock in each bucket, at each moment. Expected: mostly `productive`. A gap is time that "
-        "has no bucket yet.",
+        "Share of the wall clock in each bucket, in a short window before each point. Expected: mostly `productive`. "
+        "A gap is time that has no bucket yet.",
         d.Query(f"max by (bucket) (rate({m.RUN_SECONDS_TOTAL}{ALL}{p.RATE}))", "{{bucket}}"),
         unit="percentunit",
         top=1,

@@ -147,8 +147,8 @@ progress = [
     ),
     d.timeseries(
         "Recent time by bucket",
-        "Share of the wall clock in each bucket, at each moment. Expected: mostly `productive`. A gap is time that "
-        "has no bucket yet.",
+        "Share of the wall clock in each bucket, in a short window before each point. Expected: mostly `productive`. "
+        "A gap is time that has no bucket yet.",
         d.Query(f"max by (bucket) (rate({m.RUN_SECONDS_TOTAL}{{{LEDGER}}}{RATE}))", "{{bucket}}"),
         unit="percentunit",
         top=1,

@@ -71,8 +71,8 @@ verdict = [
     ),
     d.stat(
         "Wait share",
-        "Share of step time in the last two minutes that ranks wait in collectives, mean over all ranks. Expected: "
-        "steady. If it rises without a straggler, look at the fabric.",
+        "Share of step time in the last two minutes that ranks wait in collectives, mean over all ranks of the run. "
+        "Empty unless every rank is measured. Expected: steady. If it rises without a straggler, look at the fabric.",
         d.Query(f"{r.COMMUNICATION}{{{RUN}}}"),
         unit="percentunit",
         links=[d.link("Fabric", p.FABRIC)],

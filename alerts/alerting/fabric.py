@@ -239,14 +239,14 @@ ALERTS: tuple[Alert, ...] = (
         """,
         for_="2m",
         keep_firing_for="10m",
-        summary="Link has more errors than normal",
+        summary="Link exceeds an error limit",
         description=(
             "<port>:"
             + each_port(
                 "rate(infiniband_symbol_errors_total{device=%[1]q,port=%[2]q}[<12m>]) > on (instance, "
                 + "device, port) 8e-14 * max by (instance, device, port) "
                 + "(last_over_time(infiniband_port_rate_bytes_per_second[<5m>]))",
-                ' {{ printf "%.2g" .Value }} symbol errors a second.',
+                ' {{ printf "%.2g" .Value }} symbol errors a second in the last <12m> (limit: 1 in 10^14 bits).',
             )
             + each_port(
                 "60 * rate(infiniband_link_error_recovery_total{device=%[1]q,port=%[2]q}[<5m>]) > 5",

@@ -162,7 +162,7 @@ _TRAINING_LOSS_NOT_FINITE = (
     + each_series(
         "max by (value) (increase(training_nonfinite_total{run=%q}[<5m>])) >= 0.5",
         "$labels.run",
-        ' {{ .Labels.value }}: {{ printf "%.0f" .Value }} steps.',
+        ' Steps with a NaN or infinite {{ .Labels.value }}: {{ printf "%.0f" .Value }}.',
     )
     + each_series(
         "max(run_committed_steps{run=%q})",
