@@ -10,7 +10,7 @@ from grafanalib import _gen, core
 
 from dashboards.panels import *  # noqa: F403  boards have one namespace
 from dashboards.panels import COLUMNS, DATASOURCE, Json, clean
-from dashboards.tables import *  # noqa: F403  as above
+from dashboards.tables import *  # noqa: F403  boards have one namespace
 
 
 def variable(name: str, label: str, query: str, *, everything: bool = False) -> Json:

@@ -17,7 +17,7 @@ from flopwatch import catalogue as m
 from flopwatch.catalogue import Metric
 from flopwatch.training.totals import DURATION_BOUNDS
 from simulator.jobs import JobAttempt
-from simulator.metrics import COLLECTIVES, Line, info, line, mesh_place
+from simulator.metrics import COLLECTIVES, Line, info, line, rank_info
 from simulator.nodes import EPOCH
 from simulator.state import JobState
 from simulator.topology import Topology
@@ -76,17 +76,8 @@ class Hooks:
                 share = usual + (0.0 if rank == slowest else lost)
                 totals.waits[rank] = totals.waits.get(rank, 0.0) + share * new * attempt.each
                 own = (job.name, str(rank))
-                rank_info = info(
-                    m.TRAINING_RANK_INFO,
-                    run=job.name,
-                    rank=str(rank),
-                    host=topology.host(node),
-                    uuid=topology.gpu(node, index),
-                    local_rank=str(index),
-                    attempt=attempt.id,
-                    **mesh_place(job.mesh, rank),
-                )
-                samples = [rank_info, (m.TRAINING_COLLECTIVE_WAIT_SECONDS_TOTAL, own, totals.waits[rank])]
+                identity = rank_info(topology, job, attempt, rank, node, index)
+                samples = [identity, (m.TRAINING_COLLECTIVE_WAIT_SECONDS_TOTAL, own, totals.waits[rank])]
                 samples += [(row, (*own, *extra), value) for row, extra, value in common]
                 for row, values, value in samples:
                     yield node, line(row, values, float(value), "flopwatch", "")

@@ -17,6 +17,7 @@ from flopwatch import catalogue as m
 from flopwatch.catalogue import Metric
 from flopwatch.ledger.ledger import Ledger
 from flopwatch.training.totals import DURATION_BOUNDS
+from simulator.jobs import JobAttempt, TrainingJob
 from simulator.nodes import EPOCH, Record
 from simulator.state import Damage, JobState
 from simulator.topology import PortPlace, Topology
@@ -168,18 +169,7 @@ def _ranks(topology: Topology, node: int, running: JobState, place: int, t: floa
     samples: list[m.Sample] = []
     for index in range(topology.gpus_per_node):
         rank = first + index
-        samples.append(
-            info(
-                m.TRAINING_RANK_INFO,
-                run=job.name,
-                rank=str(rank),
-                host=topology.host(node),
-                uuid=topology.gpu(node, index),
-                local_rank=str(index),
-                attempt=attempt.id,
-                **mesh_place(job.mesh, rank),
-            )
-        )
+        samples.append(rank_info(topology, job, attempt, rank, node, index))
         if position is not None:
             samples.append((m.TRAINING_POSITION_STEPS, (job.name, str(rank)), float(position)))
     samples += [
@@ -223,6 +213,20 @@ def _ranks(topology: Topology, node: int, running: JobState, place: int, t: floa
 def info(row: Metric, **values: str) -> m.Sample:
     """Return the sample of an info metric. Labels that are not given are empty."""
     return row, tuple(values.get(label, "") for label in row.labels), 1.0
+
+
+def rank_info(topology: Topology, job: TrainingJob, attempt: JobAttempt, rank: int, node: int, gpu: int) -> m.Sample:
+    """Return the info series of a rank of an attempt, which runs on this GPU of the node."""
+    return info(
+        m.TRAINING_RANK_INFO,
+        run=job.name,
+        rank=str(rank),
+        host=topology.host(node),
+        uuid=topology.gpu(node, gpu),
+        local_rank=str(gpu),
+        attempt=attempt.id,
+        **mesh_place(job.mesh, rank),
+    )
 
 
 def mesh_place(mesh: Mapping[str, int], rank: int) -> dict[str, str]:
