@@ -87,7 +87,7 @@ class Signals:
     """Handler of SIGINT, SIGTERM and SIGHUP. The first signal interrupts the demo, the next one kills its processes."""
 
     def __init__(self, stack: DemoStack) -> None:
-        self.stack, self.stopping = stack, False
+        self.stack, self.stopping, self.killed = stack, False, False
         self._handle(self._on_signal)
 
     def ignore(self) -> None:
@@ -100,6 +100,7 @@ class Signals:
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
         if self.stopping:
+            self.killed = True
             self.stack.kill()
         else:
             self.stopping = True
@@ -204,7 +205,12 @@ def run(stack: DemoStack, console: Console, seconds: float | None) -> None:
             story.begin()
             watch(stack, story, console, urls, seconds)
         signals.stopping = True
-        last = summary.read(stack.prometheus, stack.run)
+        try:
+            last = summary.read(stack.prometheus, stack.run)
+        except StackError:
+            if not signals.killed:
+                raise
+            last = None
         print("Stopping", flush=True)
     signals.ignore()
     if not story.lines:
@@ -212,7 +218,10 @@ def run(stack: DemoStack, console: Console, seconds: float | None) -> None:
         return
     if console.is_terminal:
         print("\n".join(story.lines))
-    console.print(summary.table(last, plain=not console.is_terminal))
+    if last is None:
+        print("A second interrupt killed Prometheus before the last summary was read.")
+    else:
+        console.print(summary.table(last, plain=not console.is_terminal))
     if (message := story.message()) is not None:
         print(f"The last Slack message:\n{message}")
 

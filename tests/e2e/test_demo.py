@@ -136,13 +136,14 @@ def test_an_interrupted_demo_ends_in_order(start: Callable[..., Demo]) -> None:
 
 
 @pytest.mark.e2e
-def test_an_impatient_second_interrupt_leaves_no_orphan(start: Callable[..., Demo]) -> None:
+@pytest.mark.parametrize("pause", [0.01, 0.1], ids=["while the last summary is read", "while programs are stopped"])
+def test_an_impatient_second_interrupt_leaves_no_orphan(start: Callable[..., Demo], pause: float) -> None:
     demo = start()
-    demo.wait_for("0:00  The first step")
+    demo.wait_for("0:00  MFU")
     for _ in range(3):
         demo.process.send_signal(signal.SIGINT)
-        time.sleep(0.1)
-    assert demo.process.wait(PATIENCE) == 0
+        time.sleep(pause)
+    assert demo.process.wait(PATIENCE) == 0, demo.output.read_text()
     assert "Traceback" not in demo.output.read_text()
     assert demo.left() == []
 
