@@ -124,7 +124,8 @@ runs = [
 time = [
     d.timeseries(
         "GPU time by bucket",
-        "Number of GPUs whose time is in each bucket, over all runs. Expected: mostly `productive`.",
+        "Number of GPUs whose time is in each bucket, over all runs. Expected: mostly `productive`, in "
+        "reinforcement learning also `generation`.",
         d.Query(
             f"sum by (bucket) (max by (tenant, run, bucket) (rate({m.RUN_GPU_SECONDS_TOTAL}{LEDGER}{p.RATE})))",
             "{{bucket}}",

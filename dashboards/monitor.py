@@ -23,8 +23,9 @@ now = [
     ),
     d.stat(
         "Exporters down",
-        "Exporters that answered within the last hour and do not answer now. Expected: 0. Otherwise check the host "
-        "and the exporter on it. After an hour, an exporter no longer counts.",
+        "Exporters that answered within the last hour and do not answer now. A ledger that is not part of an "
+        "exporter counts too. Expected: 0. Otherwise check the host and the exporter on it. After an hour, an exporter "
+        "no longer counts.",
         d.Query(f"count({EXPORTERS} == 0) or vector(0)", instant=True),
         thresholds=p.ERRORS,
         width=4,

@@ -188,7 +188,7 @@ parts = [
         d.Query(f"count by (sign) ({r.SIGN}{{{RUN}}})", "{{sign}}"),
         unit="none",
         width=12,
-        no_data="No step is overdue.",
+        no_data="No step is overdue, or no sign points at a rank.",
     ),
 ]
 

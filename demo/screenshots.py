@@ -101,7 +101,10 @@ def browser() -> Iterator[Browser]:
 
 
 def look(page: Page, board: str, url: str) -> PageReport:
-    """Open a page, wait until all panels are drawn, and return its errors and panels."""
+    """Open a dashboard in the viewer, wait until all panels are drawn, and return the panels and the browser's errors.
+
+    Console warnings, failed requests and panels not drawn after DRAW_TIMEOUT are errors too.
+    """
     report = PageReport(board)
 
     def on_console(message: ConsoleMessage) -> None:

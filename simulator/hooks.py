@@ -121,7 +121,10 @@ class Hooks:
     def _run_lines(
         self, state: JobState, attempt: JobAttempt, totals: HookTotals, position: int | None
     ) -> Iterator[Line]:
-        """Yield the samples that describe the whole run, which only one rank pushes."""
+        """Yield the samples that describe the whole run, which only one rank pushes.
+
+        `position` is the last completed step. Without one there is no loss and no gradient norm.
+        """
         job = state.job
         run = (job.name,)
         samples: list[m.Sample] = [

@@ -184,7 +184,10 @@ class Rank:
 
 
 def train(job: JobSettings, launched: int, attempt: int, rank: int, barrier: Barrier, last: Synchronized[int]) -> None:
-    """Run one rank, as the main function of a process of the job."""
+    """Run one rank up to the step `last`, as the main function of a process of the job.
+
+    `launched` is the job's start as Unix time. Rank 0 lowers `last` to end the job early.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the launcher ends its ranks
     (job.out / "pids" / str(rank)).write_text(str(os.getpid()))
     Rank(job, launched, attempt, rank, barrier, last).train()

@@ -25,7 +25,8 @@ class Observations:
     def see(self, clue: Clue, node: int, part: int | None, t: float, *, noise: bool = False) -> None:
         """Schedule the report of a clue that a node observes on its GPU, port or rank number `part`.
 
-        Some clues of faults are left out at random, and some reports are late.
+        The fault is at `t`, and the report follows later. Some clues of faults are left out at random, but `noise` is
+        not. Some reports are late.
         """
         rates = self._nodes.noise
         if not noise and self._rng.random() < rates.missing:

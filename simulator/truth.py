@@ -38,7 +38,7 @@ class TrueLoss:
 
 @dataclass(slots=True)
 class RunTruth:
-    """True totals of one run. Times are Unix seconds."""
+    """True totals of one run: seconds per bucket, steps, attempts, losses and recoveries. Times are Unix seconds."""
 
     run: str
     tenant: str

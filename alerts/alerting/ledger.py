@@ -15,7 +15,7 @@ _TRAINING_DOWN = (
     + each_series(
         "max by (status) (run_attempt_ends_total{tenant=%q,run=%q}) > 0",
         "$labels.tenant $labels.run",
-        ' {{ printf "%.0f" .Value }} attempts ended as {{ .Labels.status }}.',
+        ' Attempts that ended as {{ .Labels.status }} since the run began: {{ printf "%.0f" .Value }}.',
     )
     + each_series(
         "max(run_gpus{tenant=%q,run=%q})", "$labels.tenant $labels.run", ' It used {{ printf "%.0f" .Value }} GPUs.'
@@ -54,7 +54,7 @@ _TRAINING_RESTART_STORM = (
     + each_series(
         "max by (status) (increase(run_attempt_ends_total{tenant=%q,run=%q}[<1h>])) >= 0.5",
         "$labels.tenant $labels.run",
-        ' {{ printf "%.0f" .Value }} attempts ended as {{ .Labels.status }}.',
+        ' Attempts that ended as {{ .Labels.status }}: {{ printf "%.0f" .Value }}.',
     )
     + "<owner>"
 )

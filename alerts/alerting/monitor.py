@@ -277,16 +277,17 @@ ALERTS: tuple[Alert, ...] = (
             each_series(
                 "count(last_over_time(flopwatch_ledger_records_sent_total{instance=%q}[<10m>]))",
                 "$labels.instance",
-                "The ledger refused {{ $value | humanizePercentage }} of the records that exporter "
-                + "{{ $labels.instance }}{{ with $labels.host }} on {{ . }}{{ end }} sent in the last <10m>.",
+                "{{ $value | humanizePercentage }} of the records of exporter {{ $labels.instance }}"
+                + "{{ with $labels.host }} on {{ . }}{{ end }} were lost in the last <10m>. The ledger refused them, "
+                + "or the exporter dropped them from a full spool. They are missing from goodput.",
             )
             + each_series(
                 "count(last_over_time(flopwatch_ledger_requests_total{instance=%q}[<10m>]))",
                 "$labels.instance",
                 "Ledger {{ $labels.instance }} refused {{ $value | humanizePercentage }} of the requests that it "
-                + "received in the last <10m>.",
+                + "received in the last <10m>. After HTTP 400 or 422, their records are missing from goodput. After "
+                + "401, exporters send them again.",
             )
-            + " Records that are not sent again are missing from goodput."
         ),
     ),
     # The last pushes of a replaced rank are refused by design, and stay in the window for ten minutes.

@@ -235,7 +235,7 @@ class Transformer:
         return layer in dense if isinstance(dense, tuple) else layer < dense
 
     def _embedding(self) -> int:
-        """Return the parameters of an input embedding that is not tied to the LM head."""
+        """Return the number of parameters of the input embedding, 0 if it is tied to the LM head."""
         return 0 if self.tied_embeddings else self.vocabulary * self.width
 
     def _head_dim(self) -> int:
@@ -293,7 +293,10 @@ class Transformer:
         return [*lowest, *self._layer(self.layers - low, sum(dense[low:]), trains), head]
 
     def _low_passes(self) -> int:
-        """Return the passes of a frozen lowest layer: 2 if a tied LM head trains and needs its gradient, else 1."""
+        """Return the passes of a frozen lowest layer: 1 (forward), or 2 if gradients pass it to reach the embedding.
+
+        They do so if the embedding is tied to an LM head that trains.
+        """
         return 2 if self.tied_embeddings and "lm_head" not in self.frozen else 1
 
     def _mtp(self) -> list[Matmuls]:

@@ -41,7 +41,10 @@ class LedgerClient:
         return list(self._request("GET", "/v1/runs")["runs"])
 
     def record(self, run: str, tenant: str | None) -> dict[str, Any]:
-        """Return a run's summary, buckets, attempts and incidents as one JSON object. Raises LedgerError."""
+        """Return a run's summary, buckets, attempts and incidents as one JSON object. Raises LedgerError.
+
+        `tenant` may be None if only one tenant has a run of this name.
+        """
         query = {"run": run} | ({} if tenant is None else {"tenant": tenant})
         return self._request("GET", "/v1/runs/record", query)
 

@@ -151,7 +151,10 @@ class Pace:
         self.last = self.minute = self.stretch = None
 
     def _move_wait(self, lost: dict[str, float], last: _Steps) -> float:
-        """Move the unusual waits of the steps before a stall into `lost`, and return the seconds moved."""
+        """Add the unusual waits of `last`, the steps before a stall, to the stall's seconds by activity, `lost`.
+
+        Waits for data are removed from `last`, so that they do not count twice. Returns the seconds added.
+        """
         moved, usual = 0.0, self._usual() or self.before
         if "data_stall" in lost and usual is not None:
             moved = max(0.0, last.data - last.steps * usual[1])

@@ -12,7 +12,10 @@ STATES = ("queued", "running", "down", "completed", "stopped")
 
 
 def families(run: RunLedger, now: float, *, new: bool = False) -> list[Sample]:
-    """Return all samples of a run as of `now` (Unix time). A `new` run has counters at 0 and all its time open."""
+    """Return all samples of a run as of `now` (Unix time).
+
+    For a `new` run, all counters are 0, and no time is attributed to a bucket yet.
+    """
     names, buckets, losses = (run.tenant, run.name), run.buckets, run.incidents
     samples: list[Sample] = []
 

@@ -81,7 +81,7 @@ class Release:
         self._logged = ""
 
     def request(self, seconds: float) -> None:
-        """Request a release of `seconds` from now."""
+        """Request a release of the driver that starts now and lasts `seconds`."""
         until = self._now() + seconds
         if not _write(self._request, f"{until:.3f}\n"):
             log.warning("cannot write %s: the release ends with a restart", self._request)

@@ -76,7 +76,10 @@ def new_port(index: int) -> dict[str, Any]:
 def advance_port(
     port: dict[str, Any], index: int, device: str, faults: Mapping[str, Any], now: float, seconds: float
 ) -> None:
-    """Advance a port's state in place by `seconds`, up to the Unix time `now`, under the injected faults."""
+    """Advance a port's state in place by `seconds`, up to the Unix time `now`, under the injected faults.
+
+    `device` is the name of the port's RDMA device, and `index` its number on the node.
+    """
     counts, files = port["counts"], port["files"]
     storage = device == h100.STORAGE_DEVICE
     gigabits = faults["rate"].get(device, h100.STORAGE_RATE if storage else h100.FULL_RATE)

@@ -57,7 +57,10 @@ def samples(exposition: str) -> list[Sample]:
 def ask(
     url: str, deadline: float, tls: ssl.SSLContext | None = None, user: str = "", password: str = ""
 ) -> list[Sample]:
-    """Scrape the exporter at `url` within `deadline` seconds. Raises NotListening, or CheckError for other failures."""
+    """Return the samples of one scrape of the exporter at `url`, which may take `deadline` seconds.
+
+    Raises NotListening, or CheckError for other failures.
+    """
     until = time.monotonic() + deadline
     body = bytearray()
     headers = {"X-Prometheus-Scrape-Timeout-Seconds": f"{deadline:g}"}

@@ -62,7 +62,7 @@ class LoopState:
         return None
 
     def active_recorder(self) -> Recorder | None:
-        """Return the recorder of `active_run()`."""
+        """Return the recorder of `active_run()`, or None if no run records now."""
         run = self.active_run()
         return None if run is None else run.recorder
 

@@ -232,7 +232,7 @@ class Session:
         return map(decode, values)
 
     def close(self) -> None:
-        """Remove all watches and groups from the host engine, and disconnect."""
+        """Remove the watches and groups of this session from the host engine, and disconnect."""
         calls: list[tuple[str, tuple[int, ...]]] = []
         for group, fields in self._watches:
             calls += [("dcgmUnwatchFields", (group, fields)), ("dcgmFieldGroupDestroy", (fields,))]

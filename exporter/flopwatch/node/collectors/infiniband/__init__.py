@@ -270,7 +270,7 @@ class Infiniband:
         )
 
     def _keep(self, now: float) -> None:
-        """Write the history file if its content changed."""
+        """Write the ports' counters and link states as of `now` to the history file, if its content changed."""
         unix = self._wall()
         # Inode 0: the registers of a port missing since before this process may have been reset.
         ports = {key: {**old, "inode": 0} for key, old in self._part("ports").items() if key in self._inventory.parts}

@@ -262,7 +262,10 @@ class Port:
         return len(refused) == len(asked) >= (1 if len(self._asking) > MAX_REFUSED else MAX_REFUSED)
 
     def _failed(self, failures: list[tuple[SysfsFile, int | None]], now: float) -> None:
-        """Drop the samples of failed files, and close files that are refused or whose device is gone."""
+        """Drop the samples of failed files, and close files that are refused or whose device is gone.
+
+        `failures` has each file with its errno. A refused file is tried again later.
+        """
         for file, reason in failures:
             file.lose()
             if reason in GONE or reason in REFUSED:
@@ -299,7 +302,7 @@ class Port:
         }
 
     def clear(self) -> None:
-        """End the flapping of the port's link now."""
+        """End the flapping of the port's link now, as an operator asked. Counts of flaps and drops are kept."""
         self.link.clear()
         self._summary = []
 
@@ -324,5 +327,8 @@ class Port:
 
 
 def _rank(path: str) -> tuple[int, bool]:
-    """Return the sort key of one of several files with the same count: its value, then whether it has 64 bits."""
+    """Return a file's sort key among files with the same count. The file with the largest key is used.
+
+    The key is the number in the file, then whether the counter has 64 bits.
+    """
     return counter(first_line_of(path)) or 0, "counters_ext" in path

@@ -80,7 +80,7 @@ class Nvml:
             raise AccessLost(f"the driver does not answer this process:  {error}", self._unreadable()) from error
 
     def close(self) -> None:
-        """Free all of NVML's handles and buffers, and end the session with the driver."""
+        """Free the handles of all GPUs and the samples of their meters, and end NVML's session with the driver."""
         for card in self._cards.values():
             card.stop_meters()
         self._cards.clear()
