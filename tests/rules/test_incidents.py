@@ -91,12 +91,27 @@ def healthy(seed: int) -> Rehearsal:
     return rehearse(scenario, seed, step=60.0 if FULL else None)
 
 
-LIVED: dict[str, Callable[[], Rehearsal]] = {
-    "leaf": dead_leaf,
-    "upgrade": upgrade,
-    "host": dead_host,
+def broken_part(kind: str, seed: int = 1, change: Callable[[Line], Line | None] = lambda line: line) -> Rehearsal:
+    return rehearse(ALONE, seed, [Fault(600.0, kind, "lm", node=3, part=2, lasts=1200.0)], change=change)
+
+
+def without_xids(line: Line) -> Line | None:
+    return None if line[0].startswith("gpu_xid_") else line
+
+
+def hang() -> Rehearsal:
+    return rehearse(ALONE, faults=[Fault(600.0, "nccl_watchdog", "lm", lasts=3600.0, by_hand=2400.0)])
+
+
+LIVED: dict[str, Callable[[], Rehearsal]] = {  # the longest first
     **{f"seed {seed}": partial(healthy, seed) for seed in SEEDS},
+    "upgrade": upgrade,
+    "leaf": dead_leaf,
+    "host": dead_host,
 }
+if FULL:
+    LIVED |= {kind: partial(broken_part, kind) for kind in ("faulty_gpu", "cable")}
+    LIVED |= {"silent": partial(broken_part, "faulty_gpu", 3, without_xids), "hang": hang}
 
 
 @pytest.fixture(scope="module")
@@ -137,25 +152,22 @@ def test_a_dead_host_is_one_page_also_where_its_run_goes_on_elsewhere(lived: dic
 
 @LONG
 @pytest.mark.parametrize(("kind", "alert"), [("faulty_gpu", "GpuXidCritical"), ("cable", "InfinibandPortDown")])
-def test_a_broken_part_is_one_page(kind: str, alert: str) -> None:
-    found = rehearse(ALONE, faults=[Fault(600.0, kind, "lm", node=3, part=2, lasts=1200.0)])
+def test_a_broken_part_is_one_page(lived: dict[str, Future[Rehearsal]], kind: str, alert: str) -> None:
+    found = lived[kind].result()
     assert len(found.pages) == 1, report(found)
     ((first, *_),) = found.pages.values()
     assert first.title.startswith(f"{alert}: ")
 
 
 @LONG
-def test_a_gpu_that_is_gone_without_an_xid_is_one_page() -> None:
-    def silent(line: Line) -> Line | None:
-        return None if line[0].startswith("gpu_xid_") else line
-
-    found = rehearse(ALONE, 3, [Fault(600.0, "faulty_gpu", "lm", node=3, part=2, lasts=1200.0)], change=silent)
+def test_a_gpu_that_is_gone_without_an_xid_is_one_page(lived: dict[str, Future[Rehearsal]]) -> None:
+    found = lived["silent"].result()
     assert one_page(found).startswith("GpuMissing: ")
 
 
 @LONG
-def test_a_job_that_hangs_is_ended_and_stays_down_is_one_page() -> None:
-    found = rehearse(ALONE, faults=[Fault(600.0, "nccl_watchdog", "lm", lasts=3600.0, by_hand=2400.0)])
+def test_a_job_that_hangs_is_ended_and_stays_down_is_one_page(lived: dict[str, Future[Rehearsal]]) -> None:
+    found = lived["hang"].result()
     assert one_page(found).startswith("TrainingHang: Run lm has finished no step for ")
     assert fired(found, "critical") == {"TrainingDown", "TrainingHang"}
 
