@@ -155,9 +155,9 @@ GPU_PCIE_REPLAYS_TOTAL = counter("gpu_pcie_replays_total", "PCIe packets retrans
 GPU_PCIE_ERRORS_TOTAL = counter("gpu_pcie_errors_total", "PCIe errors by kind. correctable, non_fatal and fatal start "
     "at 0, others are absent until they occur.", (*GPU, "error"), "NVML fields 95, 169, 173-183")
 GPU_PCIE_TRANSMIT_BYTES_TOTAL = counter("gpu_pcie_transmit_bytes_total", "Bytes sent by the GPU over PCIe.", GPU,
-    "NVML field 197, GPM metric 20, DCGM field 1009")
+    "GPM metric 20, DCGM field 1009")
 GPU_PCIE_RECEIVE_BYTES_TOTAL = counter("gpu_pcie_receive_bytes_total", "Bytes received by the GPU over PCIe.", GPU,
-    "NVML field 198, GPM metric 21, DCGM field 1010")
+    "GPM metric 21, DCGM field 1010")
 # MIG instances.
 GPU_MIG_INFO = info("gpu_mig_info", "Identity of one MIG instance of a GPU.",
     (*GPU, "gpu_instance", "compute_instance", "mig_uuid", "profile"),

@@ -34,7 +34,7 @@ def numbers(index: int, gpu: Mapping[str, Any], faults: Mapping[str, Any]) -> di
         3: corrected, 5: ecc.get("corrected_before", 0) + corrected,
         4: uncorrected, 6: ecc.get("uncorrected_before", 0) + uncorrected,
         193: -8, 194: -2, 94: 9, **dict.fromkeys((195, 196, 95, 169, *range(173, 184)), 0),
-        **dict.fromkeys((197, 198), int(busy * h100.PCIE_RATE)),
+        **dict.fromkeys((197, 198), int(busy * h100.PCIE_RATE) % 2**32),  # registers of 32 bits
     }
     # fmt: on
     if not faults["mig"].get(key):

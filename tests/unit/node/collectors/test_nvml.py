@@ -88,7 +88,7 @@ from flopwatch.node.collectors.nvml import Nvml, numa_node
 from flopwatch.node.collectors.nvml.card import BLIND, GONE, LACKING
 from flopwatch.node.collectors.nvml.fields import ALL_LINKS, FAST, SLOW, Key
 from flopwatch.node.collectors.nvml.reads import READS
-from flopwatch.simulate import SimulatedNode
+from flopwatch.simulate import SimulatedNode, h100
 from flopwatch.simulate.pynvml import Handle, Simulation
 from flopwatch.simulate.sources import nvml as simulated
 
@@ -229,8 +229,6 @@ ALL = dict.fromkeys("01234567", 1)
                 GPU_PCIE_ERRORS_TOTAL,
                 GPU_TEMPERATURE_LIMIT_MARGIN_CELSIUS,
                 GPU_RECOVERY_ACTION_ID,
-                GPU_PCIE_TRANSMIT_BYTES_TOTAL,
-                GPU_PCIE_RECEIVE_BYTES_TOTAL,
             }
             | NVLINK,
         ),
@@ -302,7 +300,7 @@ def test_what_a_gpu_does_not_have_is_asked_for_once_and_the_costly_now_and_then(
         return library.calls - before
 
     first, second, soon, late, soon_again = calls(0), calls(1), calls(1), calls(8), calls(1)
-    assert (soon, late, soon_again) == (1 + 8 * 11, 1 + 8 * 29, 1 + 8 * 11)
+    assert (soon, late, soon_again) == (1 + 8 * 12, 1 + 8 * 30, 1 + 8 * 12)
     assert (first - late, second - soon) == (1 + 8 * 20, 8), "facts and identity; memory for the second sample"
 
 
@@ -365,7 +363,7 @@ def test_before_ada_the_limits_are_temperatures(node: SimulatedNode, collector: 
 def test_traffic_is_counted_from_activity_samples_where_the_card_has_no_byte_counters(
     node: SimulatedNode, collector: Callable[..., Nvml], clock: Clock
 ) -> None:
-    keys = [(197, 0), (198, 0), (138, ALL_LINKS), (139, ALL_LINKS), (140, ALL_LINKS), (141, ALL_LINKS)]
+    keys = [(138, ALL_LINKS), (139, ALL_LINKS), (140, ALL_LINKS), (141, ALL_LINKS)]
     driver = collector(Fields(node.root, errors=dict.fromkeys(keys, pynvml.NVML_ERROR_NOT_SUPPORTED)))
     assert of(driver.read(), GPU_PCIE_TRANSMIT_BYTES_TOTAL) == {}
     clock.now += 10
@@ -1062,6 +1060,8 @@ def test_a_mig_toggle_between_two_reads_swaps_the_whole_gpus_series_for_the_inst
         "gpu_tensor_active_seconds_total",
         "gpu_dram_active_seconds_total",
         "gpu_pipe_active_seconds_total",
+        "gpu_pcie_transmit_bytes_total",
+        "gpu_pcie_receive_bytes_total",
         "gpu_remapped_rows_total",
         "gpu_row_remap_pending",
         "gpu_row_remap_failure",
@@ -1265,14 +1265,12 @@ def test_rows_and_repairs_of_a_card_without_the_fields_are_distinguished(
 
     library.nvmlDeviceGetSramEccErrorStatus = sram  # type: ignore[method-assign]
     vars(library)["nvmlDeviceGetPowerManagementLimitConstraints"] = lambda handle: [100, 700]
-    vars(library)["nvmlDeviceGetEccMode"] = lambda handle: [0, 1]
     samples = collector(library).read()
     assert of(samples, GPU_REMAPPED_ROWS_TOTAL) == {("corrected",): 3, ("uncorrected",): 5}
     assert (of(samples, GPU_ROW_REMAP_PENDING), of(samples, GPU_ROW_REMAP_FAILURE)) == ({(): 1}, {(): 0})
     assert of(samples, GPU_REPAIR_PENDING) == {("channel",): 0, ("tpc",): 1}
     assert of(samples, GPU_SRAM_ERROR_THRESHOLD_EXCEEDED) == {(): 1}
     assert of(samples, GPU_POWER_LIMIT_MAX_WATTS) == {(): 700}
-    assert of(samples, GPU_ECC_MODE) == {(): 0}
     library.nvmlDeviceGetRemappedRows = lambda handle: (3, 5, 0, 1)  # type: ignore[method-assign]
     samples = collector(library).read()
     assert (of(samples, GPU_ROW_REMAP_PENDING), of(samples, GPU_ROW_REMAP_FAILURE)) == ({(): 0}, {(): 1})
@@ -1322,7 +1320,7 @@ def test_a_driver_that_refuses_a_whole_batch_is_asked_in_smaller_ones(
     sizes.clear()
     clock.now += 10
     assert whole.keys() - series(driver.read(), "0").keys() == lost
-    assert len(sizes) == 8 * 3, "what it does not know is not asked for again"
+    assert len(sizes) == 8 * 4, "what it does not know is not asked for again"
 
 
 def test_a_card_with_both_kinds_of_nvlink_byte_counters_has_each_series_once_and_from_one_of_them(
@@ -1372,6 +1370,125 @@ def test_one_mig_instance_that_cannot_be_read_costs_no_other(
     assert profiles == {"7": "1g.10gb", "8": "1c.2g.20gb", "9": "1g.10gb+me", "10": "", "11": "", "12": ""}
     assert len(of(samples, GPU_MIG_MEMORY_USED_BYTES, "5")) == 6
     assert [record.getMessage() for record in caplog.records] == ["nvmlDeviceGetName cannot be read"]
+
+
+def test_fields_that_fail_together_are_requested_apart_from_then_on(
+    node: SimulatedNode, collector: Callable[..., Nvml], clock: Clock
+) -> None:
+    requests: list[list[int]] = []
+
+    class Grace(Simulation):
+        """A driver on which a call with both ECC fields and clock events fails, and each alone works."""
+
+        code = pynvml.NVML_ERROR_NOT_SUPPORTED
+
+        def nvmlDeviceGetFieldValues(self, handle: Handle, field_ids: Sequence[int | Key]) -> Any:
+            ids = [key[0] for key in field_ids if isinstance(key, tuple)]
+            requests.append(ids)
+            if {3, 4} & {*ids} and {269, 270, 94} & {*ids}:
+                raise pynvml.NVMLError(self.code)
+            return super().nvmlDeviceGetFieldValues(handle, field_ids)
+
+    whole = series(collector().read(), "0")
+    for code in (pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_UNKNOWN, pynvml.NVML_ERROR_INVALID_ARGUMENT):
+        library = Grace(node.root)
+        library.code = code
+        driver = collector(library)
+        assert series(driver.read(), "0").keys() == whole.keys()
+        requests.clear()
+        clock.now += 1
+        assert series(driver.read(), "0").keys() >= whole.keys()
+        assert not [ids for ids in requests if {3, 4} & {*ids} and {269, 270, 94} & {*ids}]
+        assert len(requests) <= 8 * 8
+
+
+def test_a_call_for_fields_that_always_fails_is_not_split_at_every_read(
+    node: SimulatedNode, collector: Callable[..., Nvml], clock: Clock
+) -> None:
+    library = Simulation(node.root)
+    driver = collector(library)
+    driver.read()
+    node.fail("nvmlDeviceGetFieldValues", pynvml.NVML_ERROR_UNKNOWN)
+    before = library.calls
+    clock.now += 1
+    driver.read()
+    assert library.calls - before <= 1 + 8 * (12 + 2 * 3)
+    node.fail("nvmlDeviceGetFieldValues", 0)
+    clock.now += 10
+    assert of(driver.read(), GPU_ECC_ERRORS_TOTAL) == {("corrected",): 0, ("uncorrected",): 0}
+
+
+def test_fields_of_memory_errors_are_absent_while_error_correction_is_off(
+    node: SimulatedNode, collector: Callable[..., Nvml]
+) -> None:
+    class Off(Simulation):
+        def nvmlDeviceGetEccMode(self, handle: Handle) -> list[int]:
+            return [0, 0]
+
+    samples = collector(Off(node.root)).read()
+    assert of(samples, GPU_ECC_MODE) == {(): 0}
+    memory_errors = {GPU_ECC_ERRORS_TOTAL, GPU_ECC_LIFETIME_ERRORS_TOTAL, GPU_SRAM_ERROR_THRESHOLD_EXCEEDED}
+    assert not rows(samples, "0") & memory_errors
+    assert rows(collector().read(), "0") >= memory_errors
+
+
+def test_a_memory_temperature_beyond_any_chip_is_absent(node: SimulatedNode, collector: Callable[..., Nvml]) -> None:
+    assert of(collector(Fields(node.root, {(82, 0): 255})).read(), GPU_MEMORY_TEMPERATURE_CELSIUS) == {}
+
+
+def test_bytes_over_pcie_are_the_truth_at_full_speed_though_the_drivers_registers_wrap(
+    node: SimulatedNode, collector: Callable[..., Nvml], clock: Clock
+) -> None:
+    driver = collector()
+    driver.read()
+    node.load(0, 1)
+    sent: list[float] = []
+    for second in range(1, 61):
+        clock.now += 1
+        node.tick(1_700_000_000 + second)
+        sent.append(of(driver.read(), GPU_PCIE_TRANSMIT_BYTES_TOTAL)[()])
+    assert sent == sorted(sent)
+    assert sent[-1] - sent[0] == pytest.approx(59 * h100.PCIE_RATE, rel=0.05)
+
+
+def test_activity_that_the_driver_refuses_for_a_while_comes_back_and_the_gap_is_not_counted(
+    node: SimulatedNode, collector: Callable[..., Nvml], clock: Clock
+) -> None:
+    driver = collector()
+    node.load(0, 1)
+    now = 0
+
+    def read(seconds: int) -> list[Sample]:
+        nonlocal now
+        now += seconds
+        clock.now += seconds
+        node.tick(1_700_000_000 + now)
+        return driver.read()
+
+    read(1)
+    before = of(read(10), GPU_PROFILED_SECONDS_TOTAL)[()]
+    assert before == pytest.approx(10)
+    node.fail("nvmlGpmSampleGet", pynvml.NVML_ERROR_NO_PERMISSION)
+    for _ in range(3):
+        samples = read(10)
+        assert of(samples, GPU_PROFILED_SECONDS_TOTAL) == {(): before}
+        assert of(samples, GPU_PCIE_TRANSMIT_BYTES_TOTAL) == {}
+    node.fail("nvmlGpmSampleGet", 0)
+    read(40)  # a minute after the refusal
+    samples = read(10)
+    assert of(samples, GPU_PROFILED_SECONDS_TOTAL)[()] == pytest.approx(before + 10)
+    assert of(samples, GPU_PCIE_TRANSMIT_BYTES_TOTAL)[()] > 0
+
+
+def test_an_exporter_that_may_never_read_activity_has_no_series_of_it(
+    node: SimulatedNode, collector: Callable[..., Nvml], clock: Clock
+) -> None:
+    node.fail("nvmlGpmSampleGet", pynvml.NVML_ERROR_NO_PERMISSION)
+    library = Simulation(node.root)
+    driver = collector(library)
+    for _ in range(3):
+        clock.now += 10
+        assert not rows(driver.read(), "0") & {GPU_PROFILED_SECONDS_TOTAL, GPU_SM_ACTIVE_SECONDS_TOTAL}
 
 
 def test_before_r535_clock_events_have_another_name(node: SimulatedNode, collector: Callable[..., Nvml]) -> None:

@@ -28,6 +28,7 @@ from flopwatch.node.collectors.nvml.fields import (
     FABRIC_CONFIGURATION_SHIFT,
     FABRIC_FAULTS,
     FAST,
+    FAST_LINKS,
     LINK_COUNT,
     LINK_ERRORS,
     LINK_SPEED,
@@ -65,8 +66,6 @@ NAMES = {
     4: "ECC_DBE_VOL_TOTAL",
     230: "GET_GPU_RECOVERY_ACTION",
     94: "PCIE_REPLAY_COUNTER",
-    197: "PCIE_COUNT_TX_BYTES",
-    198: "PCIE_COUNT_RX_BYTES",
     138: "NVLINK_THROUGHPUT_DATA_TX",
     139: "NVLINK_THROUGHPUT_DATA_RX",
     140: "NVLINK_THROUGHPUT_RAW_TX",
@@ -144,8 +143,6 @@ SERIES = {
     "ECC_DBE_AGG_TOTAL": "gpu_ecc_lifetime_errors_total uncorrected",
     "GET_GPU_RECOVERY_ACTION": "gpu_recovery_action_id",
     "PCIE_REPLAY_COUNTER": "gpu_pcie_replays_total",
-    "PCIE_COUNT_TX_BYTES": "gpu_pcie_transmit_bytes_total",
-    "PCIE_COUNT_RX_BYTES": "gpu_pcie_receive_bytes_total",
     "NVLINK_THROUGHPUT_DATA_TX": "nvlink_transmit_bytes_total",
     "NVLINK_THROUGHPUT_DATA_RX": "nvlink_receive_bytes_total",
     "NVLINK_THROUGHPUT_RAW_TX": "nvlink_transmit_raw_bytes_total",
@@ -222,14 +219,14 @@ def links(link_numbers: dict[int, list[float | None]]) -> dict[tuple[int, int], 
 
 
 def test_field_numbers_are_those_of_the_vendors_package() -> None:
-    assert {*NAMES} == {*PER_LINK, *(field.id for table in (FAST, SLOW, OLD_LINKS) for field in table)}
+    assert {*NAMES} == {*PER_LINK, *(field.id for table in (FAST, FAST_LINKS, SLOW, OLD_LINKS) for field in table)}
     assert {number: getattr(pynvml, f"NVML_FI_DEV_{name}") for number, name in NAMES.items()} == {n: n for n in NAMES}
 
 
 def test_every_field_becomes_the_series_of_its_name() -> None:
     series_of = {
         NAMES[field.id]: " ".join((str(field.row), *field.labels))
-        for table in (FAST, SLOW, OLD_LINKS)
+        for table in (FAST, FAST_LINKS, SLOW, OLD_LINKS)
         for field in table
     }
     per_link: dict[int, dict[tuple[int, int], float]] = {
@@ -315,6 +312,33 @@ def test_a_number_is_read_from_the_member_its_type_names(
     kind: int, content: float, signed: bool, expected: float | None
 ) -> None:
     assert number(value(kind, content), signed) == expected
+
+
+@pytest.mark.parametrize(
+    ("content", "timestamp", "signed", "expected"),
+    [
+        (3, 1_700_000_000_000_000, False, 3),  # one uncorrectable error was 1.5e-323
+        (55, 0, False, 55),  # field 82 of R545
+        (5 * 10**15, 1, False, 5 * 10**15),
+        (0, 1, False, 0),
+        (0, 0, False, None),  # an entry that NVML never wrote
+        (2**32 - 1, 1, False, None),
+        (2**64 - 1, 1, False, None),
+        (2**32 - 8, 1, True, -8),
+        (2**64 - 8, 1, True, -8),
+        (2**64 - 8, 1, False, None),
+    ],
+)
+def test_an_integer_that_the_driver_declares_as_a_double_is_read_as_an_integer(
+    content: int, timestamp: int, signed: bool, expected: float | None
+) -> None:
+    entry = pynvml.c_nvmlFieldValue_t(valueType=pynvml.NVML_VALUE_TYPE_DOUBLE, timestamp=timestamp)
+    entry.value.ullVal = content
+    assert number(entry, signed) == expected
+
+
+def test_infinity_is_no_number() -> None:
+    assert number(value(pynvml.NVML_VALUE_TYPE_DOUBLE, float("inf"))) is None
 
 
 def test_a_type_this_release_does_not_know_is_no_number() -> None:

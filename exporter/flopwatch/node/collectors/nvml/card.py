@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ BLIND = (4, 17, 999)  # of a process without access: NO_PERMISSION, OPERATING_SY
 # Of a call that cannot succeed before the next initialization: NVML_ERROR_INVALID_ARGUMENT, _NOT_SUPPORTED,
 # _NO_PERMISSION, _FUNCTION_NOT_FOUND, _ARGUMENT_VERSION_MISMATCH, _DEPRECATED.
 LACKING = (2, 3, 4, 13, 25, 26)
-INVALID_ARGUMENT, FUNCTION_NOT_FOUND = 2, 13
+NO_PERMISSION, FUNCTION_NOT_FOUND = 4, 13
 
 Values = Iterator[Value]
 
@@ -91,7 +92,9 @@ class NvmlCard:
         self.incomplete = False  # set by a read whose values count and that must be repeated at once
         self.unasked = False  # set by a read that has values without a call of the driver
         self._clock, self._reads = clock, reads
-        self._unaskable: dict[Key, int] = {}  # nvmlReturn_t of fields that make a whole call fail
+        self._unaskable: dict[Key, int] = {}  # nvmlReturn_t of fields for which the whole call fails
+        self._group: dict[Key, int] = {}  # fields of different groups are requested in different calls; default 0
+        self._group_numbers = count(1)
         self._meters: dict[str, gpm.Meter] = {}
         self._held: dict[Read, list[Sample]] = {}
         self._due: dict[Read, float] = {}
@@ -152,28 +155,69 @@ class NvmlCard:
 
     def ask(self, keys: list[Key]) -> tuple[dict[Key, Any], dict[Key, int]]:
         """Request fields. Return the nvmlFieldValue_t of answered ones, and the nvmlReturn_t of refused ones."""
-        answers = self._ask([key for key in keys if key not in self._unaskable])
-        refused = {key: value.nvmlReturn for key, value in answers.items() if value.nvmlReturn != 0}
+        refused = {key: self._unaskable[key] for key in keys if key in self._unaskable}
+        groups: defaultdict[int, list[Key]] = defaultdict(list)
+        for key in keys:
+            if key not in refused:
+                groups[self._group.get(key, 0)].append(key)
+        answers: dict[Key, Any] = {}
+        for group in groups.values():
+            try:
+                answers |= self._call(group)
+            except self.nvml.NVMLError as error:
+                if error.value in (*GONE, *OVER):
+                    raise
+                parts, failed = self._split(group, error)
+                answers |= parts
+                refused |= failed
+        refused |= {key: value.nvmlReturn for key, value in answers.items() if value.nvmlReturn != 0}
         for code in refused.values():
             if code in (*GONE, *OVER):
                 raise self.nvml.NVMLError(code)
-        refused |= {key: self._unaskable[key] for key in keys if key in self._unaskable}
         return {key: value for key, value in answers.items() if key not in refused}, refused
 
-    def _ask(self, keys: list[Key]) -> dict[Key, Any]:
-        """Return the raw answers by key. A call that NVML refuses as a whole is repeated in two halves."""
-        if not keys:
-            return {}
-        try:
-            return dict(zip(keys, self.nvml.nvmlDeviceGetFieldValues(self.handle, keys), strict=True))
-        except self.nvml.NVMLError as error:
-            if error.value != INVALID_ARGUMENT:
-                raise
-        if len(keys) == 1:
-            self._unaskable[keys[0]] = INVALID_ARGUMENT
-            return {}
-        middle = len(keys) // 2
-        return self._ask(keys[:middle]) | self._ask(keys[middle:])
+    def _call(self, keys: list[Key]) -> dict[Key, Any]:
+        return dict(zip(keys, self.nvml.nvmlDeviceGetFieldValues(self.handle, keys), strict=True))
+
+    def _split(self, keys: list[Key], error: Exception) -> tuple[dict[Key, Any], dict[Key, int]]:
+        """Request fields that NVML refuses together with `error` in smaller calls. Return answers and refused fields.
+
+        Later reads request them in the calls that worked: on GB200, ECC fields and NVLink fields fail together and work
+        alone (https://github.com/NVIDIA/DCGM/issues/265). If any call fails, as during an error of the GPU, the error
+        is raised.
+        """
+        if code_of(self.nvml, error) not in LACKING and len(keys) > 1:
+            for key in (keys[0], keys[-1]):
+                with suppress(self.nvml.NVMLError):
+                    self._call([key])
+                    break
+            else:
+                raise error
+        answers: dict[Key, Any] = {}
+        refused: dict[Key, int] = {}
+        worked: list[list[Key]] = []
+        pending = [keys]
+        while pending:
+            part = pending.pop()
+            try:
+                answers |= self._call(part)
+                worked.append(part)
+            except self.nvml.NVMLError as failure:
+                code = failure.value
+                if code in (*GONE, *OVER):
+                    raise
+                if len(part) > 1:
+                    middle = len(part) // 2
+                    pending += [part[:middle], part[middle:]]
+                    continue
+                refused[part[0]] = code
+                if code in LACKING:
+                    self._unaskable[part[0]] = code
+        # Fields refused alone explain the refusal of the whole. Without one, some fields do not work together.
+        alone = [[key] for key in refused if key not in self._unaskable]
+        for part in alone if refused else worked[1:]:
+            self._group |= dict.fromkeys(part, next(self._group_numbers))
+        return answers, refused
 
     def notable(self, row: Metric, labels: tuple[str, ...], number: float) -> bool:
         """Return whether to report `number`: it is not 0, or an earlier number of this series was not."""

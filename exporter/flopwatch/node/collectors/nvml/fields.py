@@ -3,6 +3,9 @@
 Field ids, value types, link states and the fabric's health mask are those of nvml.h,
 https://docs.nvidia.com/deploy/nvml-api/. Their names differ between releases of pynvml. Missing are fields 161-163 on
 NVLink 5, 206-222 before NVLink 5, 193-196 before Ada, 269-271 and 293 on older drivers, 29-31 from Ampere on.
+
+Fields 197 and 198, the bytes over PCIe, are not read. The registers behind them have 32 bits and wrap many times a
+second at full speed (NV2080_CTRL_CMD_BUS_GET_PEX_UTIL_COUNTERS in NVIDIA's open-gpu-kernel-modules).
 """
 
 import math
@@ -20,6 +23,10 @@ MODULE = 1
 Value = tuple[Metric, tuple[str, ...], float]  # reading: row, labels after (gpu, uuid), number in NVML's unit
 VALUE_MEMBERS = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")  # of nvmlValue_t, by nvmlValueType_t
 SIGNED = ("sllVal", "siVal")
+DOUBLE = 0  # nvmlValueType_t
+# No driver writes a number this small. As a double, an integer below 2^56 looks like one.
+SMALLEST_DOUBLE = 1e-300
+NEGATIVE_INTEGERS = 2**64 - 2**32  # as unsigned; as doubles they are no numbers (NaN)
 
 
 @dataclass(frozen=True)
@@ -27,7 +34,8 @@ class NvmlField:
     """NVML field of the whole GPU, and its series.
 
     `once`: no series until its number is first not 0. `instead_of`: requested only on a GPU that lacks that field.
-    `signed`: may be below 0 even where the driver declares the type unsigned. `factor` multiplies the number.
+    `signed`: may be below 0 even where the driver declares the type unsigned. `factor` multiplies the number. A number
+    above `highest` is not available. `ecc`: not available while error correction (ECC) is off.
     """
 
     id: int
@@ -38,6 +46,8 @@ class NvmlField:
     instead_of: int | None = None
     signed: bool = False
     factor: int = 1
+    highest: float = math.inf
+    ecc: bool = False
 
     @property
     def key(self) -> Key:
@@ -47,7 +57,6 @@ class NvmlField:
 
 ECC_CORRECTED, ECC_UNCORRECTED = (3, 0), (4, 0)
 NVLINK_DATA_SENT, NVLINK_DATA_RECEIVED = (138, ALL_LINKS), (139, ALL_LINKS)
-PCIE_SENT, PCIE_RECEIVED = (197, 0), (198, 0)
 
 # fmt: off
 CLOCK_SECONDS = {74: "sw_power_cap", 76: "sync_boost", 269: "sw_thermal_slowdown", 270: "hw_thermal_slowdown",
@@ -58,24 +67,24 @@ PCIE_ERRORS = {95: "replay_rollover", 169: "l0_to_recovery", 174: "nak_received"
 # fmt: on
 
 FAST = (  # requested at every read
-    NvmlField(82, m.GPU_MEMORY_TEMPERATURE_CELSIUS),
+    NvmlField(82, m.GPU_MEMORY_TEMPERATURE_CELSIUS, highest=200),
     NvmlField(83, m.GPU_ENERGY_JOULES_TOTAL),
     *(NvmlField(id, m.GPU_CLOCK_EVENT_SECONDS_TOTAL, (event,)) for id, event in CLOCK_SECONDS.items()),
     *(NvmlField(id, m.GPU_CLOCK_EVENT_SECONDS_TOTAL, (event,), instead_of=270) for id, event in OLD_SECONDS.items()),
-    NvmlField(3, m.GPU_ECC_ERRORS_TOTAL, ("corrected",)),
-    NvmlField(4, m.GPU_ECC_ERRORS_TOTAL, ("uncorrected",)),
+    NvmlField(3, m.GPU_ECC_ERRORS_TOTAL, ("corrected",), ecc=True),
+    NvmlField(4, m.GPU_ECC_ERRORS_TOTAL, ("uncorrected",), ecc=True),
     NvmlField(230, m.GPU_RECOVERY_ACTION_ID),
     NvmlField(94, m.GPU_PCIE_REPLAYS_TOTAL),
-    NvmlField(197, m.GPU_PCIE_TRANSMIT_BYTES_TOTAL),
-    NvmlField(198, m.GPU_PCIE_RECEIVE_BYTES_TOTAL),
+)
+FAST_LINKS = (  # requested at every read, in a call of its own: on GB200, a call with these and ECC fields fails
     NvmlField(138, m.NVLINK_TRANSMIT_BYTES_TOTAL, scope=ALL_LINKS, factor=1024),
     NvmlField(139, m.NVLINK_RECEIVE_BYTES_TOTAL, scope=ALL_LINKS, factor=1024),
     NvmlField(140, m.NVLINK_TRANSMIT_RAW_BYTES_TOTAL, scope=ALL_LINKS),
     NvmlField(141, m.NVLINK_RECEIVE_RAW_BYTES_TOTAL, scope=ALL_LINKS),
 )
 SLOW = (  # requested seldom: they rise by single events or hardly ever change
-    NvmlField(5, m.GPU_ECC_LIFETIME_ERRORS_TOTAL, ("corrected",)),
-    NvmlField(6, m.GPU_ECC_LIFETIME_ERRORS_TOTAL, ("uncorrected",)),
+    NvmlField(5, m.GPU_ECC_LIFETIME_ERRORS_TOTAL, ("corrected",), ecc=True),
+    NvmlField(6, m.GPU_ECC_LIFETIME_ERRORS_TOTAL, ("uncorrected",), ecc=True),
     NvmlField(142, m.GPU_REMAPPED_ROWS_TOTAL, ("corrected",)),
     NvmlField(143, m.GPU_REMAPPED_ROWS_TOTAL, ("uncorrected",)),
     NvmlField(144, m.GPU_ROW_REMAP_PENDING),
@@ -133,19 +142,29 @@ FABRIC_CONFIGURATION_SHIFT = 8  # four bits: 0 not supported, 1 none, others a k
 
 
 def known(number: float) -> bool:
-    """Return whether an NVML number is available. NaN, or all ones in 32 or 64 bits, means "not available"."""
-    return number not in (2**32 - 1, 2**64 - 1) and not math.isnan(number)
+    """Return whether an NVML number is available. All ones in 32 or 64 bits, or no finite number, means it is not."""
+    return number not in (2**32 - 1, 2**64 - 1) and math.isfinite(number)
 
 
 def number(value: Any, signed: bool = False) -> float | None:
-    """Return the number in an nvmlFieldValue_t, or None if unavailable. `signed` reads an unsigned type as signed."""
+    """Return the number in an nvmlFieldValue_t, or None if unavailable. `signed` reads an unsigned type as signed.
+
+    Some drivers declare the type DOUBLE over an integer (R545 for field 82, others for ECC fields), and return an entry
+    that they never wrote as DOUBLE 0 with the time 0. DCGM 4.6.0 has workarounds for both (NVML bugs 2032468, 4300930
+    and 2009232 in its DcgmCacheManager.cpp).
+    """
     if not 0 <= value.valueType < len(VALUE_MEMBERS):
         return None
     member = VALUE_MEMBERS[value.valueType]
     result: float = getattr(value.value, member)
+    if value.valueType == DOUBLE:
+        if value.value.ullVal == 0 and value.timestamp == 0:
+            return None
+        if 0 < abs(result) < SMALLEST_DOUBLE or (signed and value.value.ullVal >= NEGATIVE_INTEGERS):
+            result = value.value.ullVal
     if member in SIGNED:
         return result
-    if signed and not math.isnan(result):
+    if signed and math.isfinite(result):
         bits = 64 if result >= 2**32 else 32
         return result - 2**bits if result >= 2 ** (bits - 1) else result
     return result if known(result) else None

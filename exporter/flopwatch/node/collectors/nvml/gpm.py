@@ -17,6 +17,7 @@ from flopwatch.node.collectors.nvml.fields import Value
 from flopwatch.node.collectors.nvml.library import NvmlGpm, Struct
 
 SHORTEST_INTERVAL = 0.1  # seconds between two samples, the least that NVML allows
+RETRY_SECONDS = 60.0  # after the driver refused a sample to this user
 MEBIBYTE = 1 << 20
 
 WHOLE_GPU: dict[int, Metric] = {  # by nvmlGpmMetricId_t, in percent
@@ -69,6 +70,7 @@ class Meter:
         self._before: Any = None
         self._after: Any = None
         self._taken_at: float | None = None
+        self._refused_at: float | None = None
         self._seen: set[int] = set()  # activities that had a number before
         self._request = nvml.c_nvmlGpmMetricsGet_t()
         self._request.version = nvml.NVML_GPM_METRICS_GET_VERSION
@@ -78,9 +80,14 @@ class Meter:
             answer.metricId = metric
 
     def advance(self) -> bool:
-        """Take a sample and add the means since the last one. Return False if that is too recent. Raises NVMLError."""
+        """Take a sample and add the means since the last one. Raises NVMLError.
+
+        Return False without a sample if the last one is too recent, or if the driver refused one in the last minute.
+        """
         now = self._clock()
         if self._taken_at is not None and now - self._taken_at < SHORTEST_INTERVAL:
+            return False
+        if self._refused_at is not None and now - self._refused_at < RETRY_SECONDS:
             return False
         taken_at, self._taken_at = self._taken_at, None
         if self._after is None:
@@ -89,8 +96,21 @@ class Meter:
         self._before, self._after = self._after, self._before
         if taken_at is not None:
             self._count(self._means(self._after, self._before), now - taken_at)
-        self._taken_at = now
+        self._taken_at, self._refused_at = now, None
         return True
+
+    @property
+    def refused(self) -> bool:
+        """Return whether the driver refused the last sample for lack of permission."""
+        return self._refused_at is not None
+
+    def refuse(self) -> None:
+        """Keep the totals and take no sample for a minute, because the driver refused one.
+
+        Containers without privileges were refused after some minutes: https://github.com/NVIDIA/DCGM/issues/214.
+        """
+        self.close()
+        self._refused_at = self._clock()
 
     def _count(self, means: dict[int, float], interval: float) -> None:
         """Add the means to the totals. If an activity that was present before is missing, add traffic only."""

@@ -12,7 +12,7 @@ from flopwatch import catalogue as m
 from flopwatch.catalogue import Metric
 from flopwatch.node.collectors import cgroup
 from flopwatch.node.collectors.nvml import fields, gpm
-from flopwatch.node.collectors.nvml.card import GONE, LACKING, OVER, NvmlCard, Read, Values, code_of
+from flopwatch.node.collectors.nvml.card import GONE, LACKING, NO_PERMISSION, OVER, NvmlCard, Read, Values, code_of
 from flopwatch.node.collectors.nvml.fields import Key
 
 SELDOM = 9.0  # seconds between two reads of values that change seldom or cost more
@@ -40,15 +40,11 @@ def _batch(card: NvmlCard, table: tuple[fields.NvmlField, ...]) -> Values:
         if field.key not in asked
         and field.key not in card.lacks
         and (field.instead_of is None or (field.instead_of, 0) in card.lacks)
+        and not (field.ecc and card.latest.get(ECC_MODE) == 0)
     ]:
         keys = [field.key for field in wanted]
         asked.update(keys)
-        try:
-            answers, refused = card.ask(keys)
-        except card.nvml.NVMLError as error:
-            if error.value in LACKING:
-                card.lacks |= dict.fromkeys(keys, error.value)
-            raise
+        answers, refused = card.ask(keys)
         for key, code in refused.items():
             if code in LACKING:
                 card.lacks[key] = code
@@ -56,7 +52,7 @@ def _batch(card: NvmlCard, table: tuple[fields.NvmlField, ...]) -> Values:
                 trouble = code
         for entry in wanted:
             number = None if entry.key not in answers else fields.number(answers[entry.key], entry.signed)
-            if number is None:
+            if number is None or number > entry.highest:
                 continue
             answered = True
             card.latest[entry.key] = number
@@ -65,6 +61,13 @@ def _batch(card: NvmlCard, table: tuple[fields.NvmlField, ...]) -> Values:
     card.incomplete = trouble != 0
     if trouble and not answered:
         raise card.nvml.NVMLError(trouble)
+
+
+def _ecc_mode(card: NvmlCard) -> Values:
+    """Yield whether ECC is on. It changes only when the driver is loaded, and decides which error counts are read."""
+    mode = card.nvml.nvmlDeviceGetEccMode(card.handle)[0]
+    card.latest[ECC_MODE] = mode
+    yield m.GPU_ECC_MODE, (), mode
 
 
 def _links(card: NvmlCard) -> Values:
@@ -166,6 +169,8 @@ def _ecc_locations(card: NvmlCard) -> Values:
 
 
 def _sram(card: NvmlCard) -> Values:
+    if card.latest.get(ECC_MODE) == 0:
+        return
     status = card.nvml.c_nvmlEccSramErrorStatus_v1_t()
     card.nvml.nvmlDeviceGetSramEccErrorStatus(card.handle, byref(status))
     yield m.GPU_SRAM_ERROR_THRESHOLD_EXCEEDED, (), status.bThresholdExceeded
@@ -268,11 +273,13 @@ def _activity(card: NvmlCard) -> Values:
         raise card.nvml.NVMLError(card.nvml.NVML_ERROR_NOT_SUPPORTED)
     meter = card.meter()
     failure = _advance(card, meter)
-    yield from gpm.whole_gpu(meter.activity)
-    moved = meter.activity.bytes
+    if meter.activity.profiled > 0 or not meter.refused:
+        yield from gpm.whole_gpu(meter.activity)
+    # Bytes have no counter of the time that they cover, so they are absent while nothing is counted.
+    moved = meter.activity.bytes if failure is None and not meter.refused else {}
     for metric, row, cumulative in (
-        (gpm.PCIE_SENT, m.GPU_PCIE_TRANSMIT_BYTES_TOTAL, (fields.PCIE_SENT,)),
-        (gpm.PCIE_RECEIVED, m.GPU_PCIE_RECEIVE_BYTES_TOTAL, (fields.PCIE_RECEIVED,)),
+        (gpm.PCIE_SENT, m.GPU_PCIE_TRANSMIT_BYTES_TOTAL, ()),
+        (gpm.PCIE_RECEIVED, m.GPU_PCIE_RECEIVE_BYTES_TOTAL, ()),
         (gpm.NVLINK_SENT, m.NVLINK_TRANSMIT_BYTES_TOTAL, (fields.NVLINK_DATA_SENT, (202, None))),
         (gpm.NVLINK_RECEIVED, m.NVLINK_RECEIVE_BYTES_TOTAL, (fields.NVLINK_DATA_RECEIVED, (204, None))),
     ):
@@ -283,10 +290,17 @@ def _activity(card: NvmlCard) -> Values:
 
 
 def _advance(card: NvmlCard, meter: gpm.Meter) -> Exception | None:
-    """Advance the meter. Return an error that may pass, as while a profiler runs. Raises NVMLError for others."""
+    """Advance the meter. Return an error that may pass, as while a profiler runs. Raises NVMLError for others.
+
+    A refusal (NO_PERMISSION) may pass too. The meter then waits and retries, as its `refused` states.
+    """
     try:
         card.unasked = not meter.advance()
     except card.nvml.NVMLError as error:
+        if error.value == NO_PERMISSION:
+            meter.refuse()
+            card.unasked = True
+            return None
         if error.value in LACKING:
             meter.close()
         if error.value in (*LACKING, *GONE, *OVER):
@@ -303,7 +317,8 @@ def _instance_activity(card: NvmlCard) -> Values:
     for instance in sorted({labels["gpu_instance"] for labels in card.mig or ()}, key=int):
         meter = card.meter(instance)
         failure = _advance(card, meter) or failure
-        yield from gpm.mig_instance(meter.activity, instance)
+        if meter.activity.profiled > 0 or not meter.refused:
+            yield from gpm.mig_instance(meter.activity, instance)
     if failure is not None:
         raise failure
 
@@ -333,7 +348,7 @@ def _parts(name: str, *parts: tuple[Metric, tuple[str, ...], str | int], **how: 
     return Read(name, values, **how)
 
 
-GPM = (-1, 0)  # not a field, but the key in `latest` of whether the GPU has GPM
+GPM, ECC_MODE = (-1, 0), (-2, 0)  # no fields, but keys in `latest`: whether the GPU has GPM, and whether ECC is on
 GRAPHICS_CLOCK, SM_CLOCK, MEMORY_CLOCK, VIDEO_CLOCK = range(4)  # nvmlClockType_t
 
 _MEMORY = Read("nvmlDeviceGetMemoryInfo", _memory, needs=("nvmlMemory_v2",))
@@ -348,7 +363,9 @@ _FABRIC = Read("nvmlDeviceGetGpuFabricInfoV", partial(_fabric, structure="c_nvml
 # In this order, a change of MIG mode precedes what depends on it, and a missing field precedes its replacement.
 READS: tuple[Read, ...] = (
     Read("nvmlDeviceGetMigMode", _mig, SELDOM),
+    Read("nvmlDeviceGetEccMode", _ecc_mode, SELDOM),
     Read("nvmlDeviceGetFieldValues", partial(_batch, table=fields.FAST)),
+    Read("nvmlDeviceGetFieldValues", partial(_batch, table=fields.FAST_LINKS)),
     Read("nvmlDeviceGetFieldValues", partial(_batch, table=fields.SLOW), SELDOM),
     Read("nvmlDeviceGetFieldValues", _links, SELDOM, whole=True),
     Read("nvmlGpmSampleGet", _activity, needs=("nvmlGpmQueryDeviceSupport", "nvmlGpmMetricsGet")),
@@ -396,7 +413,6 @@ READS: tuple[Read, ...] = (
     _value(m.GPU_PCIE_WIDTH_LANES, "nvmlDeviceGetCurrPcieLinkWidth", every=SELDOM),
     _value(m.GPU_PCIE_WIDTH_MAX_LANES, "nvmlDeviceGetMaxPcieLinkWidth", every=ONCE),
     _value(m.GPU_PERSISTENCE_MODE, "nvmlDeviceGetPersistenceMode", every=SELDOM),
-    _value(m.GPU_ECC_MODE, "nvmlDeviceGetEccMode", item=0, every=SELDOM),
     _FABRIC,
     Read("nvmlDeviceGetGpuFabricInfoV", partial(_fabric, structure="c_nvmlGpuFabricInfo_v2_t"), SELDOM,
          needs=("c_nvmlGpuFabricInfo_v2_t",), instead_of=(_FABRIC,), whole=True),
