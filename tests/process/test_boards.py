@@ -22,6 +22,7 @@ from flopwatch.boards import app
 from flopwatch.boards.app import Upstream, boards_app, dashboards
 from flopwatch.commands import boards as command
 from flopwatch.http import server as http_server
+from flopwatch.http.guard import LOOPBACK_NAMES, guarded
 from flopwatch.settings import Address, BoardsSettings, SettingsError
 from tests.support import ROOT
 from tests.support.machine import until
@@ -78,11 +79,11 @@ def page(tmp_path: Path) -> Path:
 
 
 @contextmanager
-def serving(page: Path, upstream: Upstream, names: tuple[str, ...] = ("localhost", "127.0.0.1")) -> Iterator[str]:
+def serving(page: Path, upstream: Upstream, names: tuple[str, ...] = LOOPBACK_NAMES) -> Iterator[str]:
     """Run the viewer's server and yield its URL."""
     (port,) = free_ports(1)
-    made = boards_app(dashboards(SHIPPED), page, upstream, scrape_interval=5.0, names=names)
-    server = http_server.server(made)
+    made = boards_app(dashboards(SHIPPED), page, upstream, scrape_interval=5.0)
+    server = http_server.server(guarded(made, names))
     with http_server.listener("--listen", Address("127.0.0.1", port), backlog=8) as listener:
         thread = threading.Thread(target=server.run, args=([listener],))
         thread.start()
@@ -206,7 +207,8 @@ def test_another_page_cannot_make_it_ask(page: Path, site: str) -> None:
         assert get(f"{url}/api/prometheus/query?query=up", None, **{"Sec-Fetch-Site": site})[0] == 403
         assert get(f"{url}/api/prometheus/query?query=up", None, **{"Sec-Fetch-Site": "same-origin"})[0] == 200
         # a link from another page may be followed
-        assert get(f"{url}/d/flopwatch-run", None, **{"Sec-Fetch-Site": site})[0] == 200
+        link = {"Sec-Fetch-Site": site, "Sec-Fetch-Mode": "navigate"}
+        assert get(f"{url}/d/flopwatch-run", None, **link)[0] == 200
     assert len(prometheus.requests) == 1
 
 

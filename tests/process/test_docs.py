@@ -70,7 +70,7 @@ WAIT_FOR_LEDGER = (
 )
 LEDGER = f"""flopwatch ledger serve --state books >/dev/null 2>&1 &
 until curl -sf 127.0.0.1:9451/healthz >/dev/null; do sleep 0.1; done
-curl -sf -o /dev/null --data-binary @{HISTORY} 127.0.0.1:9451/v1/snapshots"""
+curl -sf -o /dev/null -H 'Content-Type: application/json' --data-binary @{HISTORY} 127.0.0.1:9451/v1/snapshots"""
 CLUSTER, ENGINE = Needs("a Kubernetes cluster"), Needs("a container engine")
 PAGE = Elsewhere("tests/process/test_boards.py")
 SYSTEMD = Needs("root, and systemd as the first process")

@@ -389,11 +389,54 @@ def test_the_ledger_inside_an_exporter_is_asked_the_same_way(
         node.wait_for("run_state{tenant=,run=lm,state=stopped}", 1)
 
 
-@pytest.mark.parametrize("host", ["10.1.2.3", "::ffff:10.1.2.3", "testclient", None])
-def test_a_run_inside_an_exporter_is_not_closed_from_elsewhere(host: str | None) -> None:
+def request_from(address: str | None, host: bytes = b"127.0.0.1:9450") -> Request:
+    client = None if address is None else (address, 4711)
+    return Request({"type": "http", "client": client, "headers": [(b"host", host)]})
+
+
+@pytest.mark.parametrize("address", ["10.1.2.3", "::ffff:10.1.2.3", "testclient", None])
+def test_a_run_inside_an_exporter_is_not_closed_from_elsewhere(address: str | None) -> None:
     with pytest.raises(Unauthorized, match="only processes on this machine"):
-        of_this_machine(Request({"type": "http", "client": None if host is None else (host, 4711)}))
-    of_this_machine(Request({"type": "http", "client": ("127.0.0.1", 4711)}))
+        of_this_machine(request_from(address))
+    of_this_machine(request_from("127.0.0.1"))
+
+
+def test_a_run_inside_an_exporter_is_not_closed_by_a_page_that_points_its_name_at_this_machine() -> None:
+    of_this_machine(request_from("127.0.0.1", b"localhost:9450"))
+    with pytest.raises(Unauthorized, match="only processes on this machine"):
+        of_this_machine(request_from("127.0.0.1", b"evil.example:9450"))
+
+
+def states(ledger: Ledger) -> dict[str, str]:
+    return {run["run"]: run["state"] for run in json.loads(ledger.ask("GET", "/v1/runs")[1])["runs"]}
+
+
+CLOSE = json.dumps({"run": "nightly", "status": "stopped"}).encode()
+
+
+@pytest.mark.parametrize(
+    ("path", "headers", "status"),
+    [
+        ("/v1/runs/close", {"Content-Type": "text/plain"}, 415),
+        ("/v1/snapshots", {"Content-Type": "text/plain"}, 415),
+        ("/v1/snapshots", {"Content-Type": ""}, 415),
+        ("/v1/runs/close", {"Origin": "https://evil.example", "Sec-Fetch-Site": "cross-site"}, 403),
+        ("/v1/runs/close", {"Origin": "https://evil.example"}, 403),
+        ("/v1/runs/close", {"Host": "evil.example"}, 421),
+    ],
+)
+def test_a_page_of_another_site_changes_nothing_in_a_ledger(
+    path: str, headers: dict[str, str], status: int, ledger: Ledger
+) -> None:
+    before = states(ledger)
+    assert ledger.ask("POST", path, CLOSE, headers)[0] == status
+    assert states(ledger) == before
+
+
+def test_a_page_of_another_site_reads_nothing_of_a_ledger(ledger: Ledger) -> None:
+    assert ledger.ask("GET", "/v1/runs", headers={"Host": "evil.example"})[0] == 421
+    assert ledger.ask("GET", "/v1/runs", headers={"Sec-Fetch-Site": "same-site"})[0] == 403
+    assert ledger.ask("GET", "/v1/runs")[0] == 200
 
 
 def test_the_word_serve_may_be_left_out(tmp_path: Path) -> None:

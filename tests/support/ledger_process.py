@@ -43,7 +43,7 @@ class Ledger:
     def ask(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> Answer:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)
         try:
-            connection.request(method, path, body, headers or {})
+            connection.request(method, path, body, {"Content-Type": "application/json", **(headers or {})})
             response = connection.getresponse()
             return response.status, response.read().decode()
         finally:

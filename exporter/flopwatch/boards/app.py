@@ -8,7 +8,7 @@ import asyncio
 import json
 import logging
 import re
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from starlette.middleware.gzip import GZipMiddleware
 
 from flopwatch.http import server as http_server
 from flopwatch.http.client import client, read, reason, url_tls
+from flopwatch.http.guard import guarded, own_names
 from flopwatch.http.web_config import Web
 from flopwatch.settings import BoardsSettings, SettingsError
 
@@ -119,26 +120,14 @@ def page() -> Path:
 
 
 def boards_app(
-    boards: Mapping[str, dict[str, Any]],
-    built: Path,
-    upstream: Upstream,
-    *,
-    scrape_interval: float,
-    names: Collection[str] = (),
+    boards: Mapping[str, dict[str, Any]], built: Path, upstream: Upstream, *, scrape_interval: float
 ) -> FastAPI:
-    """Return the application: page, /api/boards and /api/prometheus. Empty `names` allow any Host header."""
+    """Return the application: page, /api/boards and /api/prometheus."""
     app = FastAPI(title="flopwatch boards", docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(GZipMiddleware, minimum_size=2_000, compresslevel=1)
 
     @app.middleware("http")
-    async def guard(request: Request, answer: Callable[[Request], Awaitable[Response]]) -> Response:
-        # DNS rebinding: another site can point its own name at this server, and would then read the responses.
-        if names and (request.url.hostname or "") not in names:
-            return PlainTextResponse(f"ask for this page as {' or '.join(names)}\n", 421)
-        # Pages of other sites may not send requests either, although they could not read the responses.
-        site = request.headers.get("sec-fetch-site", "")
-        if request.url.path.startswith("/api/") and site in ("cross-site", "same-site"):
-            return PlainTextResponse("ask from the page itself\n", 403)
+    async def secured(request: Request, answer: Callable[[Request], Awaitable[Response]]) -> Response:
         response = await answer(request)
         response.headers.update(HEADERS)
         return response
@@ -213,9 +202,9 @@ def run(settings: BoardsSettings) -> None:
         page(),
         Upstream(settings.prometheus, settings.token_file, settings.ca_file),
         scrape_interval=settings.scrape_interval,
-        names=sorted({"localhost", "127.0.0.1", "::1", settings.listen.host}) if web is None else (),
     )
-    server = http_server.server(app if web is None else web.protect(app), MAX_CONNECTIONS)
+    names = own_names(settings.listen, authenticated=web is not None)
+    server = http_server.server(guarded(app if web is None else web.protect(app), names), MAX_CONNECTIONS)
     if web is not None:
         web.secure(server.config)
     scheme = "https" if server.config.is_ssl else "http"

@@ -39,6 +39,10 @@ class Unauthorized(ValueError):
     """Error raised for a request without the right bearer token."""
 
 
+class UnsupportedType(ValueError):
+    """Error raised for a request body that is not declared as JSON."""
+
+
 def log_to_stderr() -> None:
     """Log to stderr from level INFO on, and uvicorn's own messages only from level ERROR on."""
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -86,6 +90,13 @@ def authorize(request: Request, flag: str, token_file: Path | None) -> None:
     sent = request.headers.get("authorization", "")
     if not token or not hmac.compare_digest(sent.encode(), f"Bearer {token}".encode()):
         raise Unauthorized(f"send Authorization: Bearer with the token of {flag}")
+
+
+def require_json(request: Request) -> None:
+    """Raise UnsupportedType unless the body is JSON. A page of another site cannot send that without permission."""
+    media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media not in ("application/json", "application/x-ndjson"):
+        raise UnsupportedType(f"send Content-Type: application/json, not {media!r}")
 
 
 async def read_body(request: Request) -> bytes:

@@ -9,6 +9,7 @@ from fastapi import APIRouter, HTTPException, Request, Response
 from fastapi.concurrency import run_in_threadpool
 
 from flopwatch.http import server as http_server
+from flopwatch.http.guard import LOOPBACK_NAMES, hostname
 from flopwatch.ledger.attempt import END_OF_RUN
 from flopwatch.ledger.record import RecordError
 from flopwatch.ledger.store import AlreadyEnded, NoSuchRun, Store
@@ -19,6 +20,7 @@ Authorize = Callable[[Request], None]
 # 408 for a body that does not arrive makes the exporter send it again; 400 would not.
 STATUS_CODES: dict[type[Exception], int] = {RecordError: 400, NoSuchRun: 404, AlreadyEnded: 409}
 STATUS_CODES |= {http_server.Unauthorized: 401, http_server.BodyTimeout: 408, http_server.BodyTooLarge: 413}
+STATUS_CODES |= {http_server.UnsupportedType: 415}
 
 
 def runs_router(store: Store, may_read: Authorize, may_close: Authorize) -> APIRouter:
@@ -45,6 +47,7 @@ def runs_router(store: Store, may_read: Authorize, may_close: Authorize) -> APIR
         """End the run that the JSON body {"run", "tenant", "status"} names, and return its previous state."""
         try:
             may_close(request)
+            http_server.require_json(request)
             run, tenant, status = _parse_close(await http_server.read_body(request))
             return await run_in_threadpool(store.close_run, run, tenant, status)
         except tuple(STATUS_CODES) as error:
@@ -73,6 +76,7 @@ def _parse_close(body: bytes) -> tuple[str, str | None, str]:
 
 
 def of_this_machine(request: Request) -> None:
-    """Raise Unauthorized unless the client of the request is at 127.0.0.1 or ::1."""
-    if request.client is None or request.client.host not in ("127.0.0.1", "::1"):
+    """Raise Unauthorized unless the client is at 127.0.0.1 or ::1, and requests this server by a loopback name."""
+    local = request.client is not None and request.client.host in LOOPBACK_NAMES
+    if not local or hostname(request.headers.get("host", "")) not in LOOPBACK_NAMES:
         raise http_server.Unauthorized("only processes on this machine may do that")

@@ -21,6 +21,7 @@ import flopwatch
 from flopwatch import catalogue as m
 from flopwatch.catalogue import Metric
 from flopwatch.http import server as http_server
+from flopwatch.http.guard import guarded, own_names
 from flopwatch.http.web_config import Web
 from flopwatch.ledger.api import STATUS_CODES, runs_router
 from flopwatch.ledger.store import Store
@@ -71,6 +72,7 @@ def ledger_app(store: Store, token_file: Path | None = None) -> FastAPI:
         outcome = "refused"
         try:
             authorize(request)
+            http_server.require_json(request)
             records = _records(await http_server.read_body(request))
             outcome = "failed"
             await run_in_threadpool(store.apply, records)
@@ -122,7 +124,8 @@ def run(settings: LedgerSettings) -> None:
         # Paths that need the token need no user. Without a token, the users of the web configuration guard all paths.
         own = "/v1/" if settings.token_file is not None else None
         app = ledger_app(store, settings.token_file)
-        server = http_server.server(app if web is None else web.protect(app, own))
+        names = own_names(settings.listen, authenticated=web is not None or settings.token_file is not None)
+        server = http_server.server(guarded(app if web is None else web.protect(app, own), names))
         if web is not None:
             web.secure(server.config)
         asyncio.run(http_server.until_stopped(server, listener, "listening ledger=%s"))

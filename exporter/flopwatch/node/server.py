@@ -23,6 +23,7 @@ from flopwatch import catalogue as m
 from flopwatch.catalogue import Sample
 from flopwatch.http import server as http_server
 from flopwatch.http.client import client_tls
+from flopwatch.http.guard import guarded, own_names
 from flopwatch.ledger.api import of_this_machine, runs_router
 from flopwatch.ledger.store import Store
 from flopwatch.node.app import metrics_app, otlp_app
@@ -128,8 +129,13 @@ class _Exporter:
             # Reading is public, as on /metrics; only clients that can push the end of a run may close it.
             metrics.include_router(runs_router(self._ledger.store, lambda request: None, of_this_machine))
         otlp = otlp_app(telemetry, settings.otlp_token_file)
-        for app, protection in ((metrics, web), (otlp, otlp_web)):
-            server = http_server.server(app if protection is None else protection.protect(app), MAX_CONNECTIONS)
+        for app, protection, address, token in (
+            (metrics, web, settings.listen, None),
+            (otlp, otlp_web, settings.otlp_listen, settings.otlp_token_file),
+        ):
+            names = own_names(address, authenticated=protection is not None or token is not None)
+            served = guarded(app if protection is None else protection.protect(app), names)
+            server = http_server.server(served, MAX_CONNECTIONS)
             self._servers.append(server)
             if protection is not None:
                 protection.secure(server.config)
