@@ -22,9 +22,12 @@ def eventually(condition: Callable[[], bool], seconds: float = PATIENCE) -> bool
 
 @contextmanager
 def ledger_server(
-    answer: int = 200, port: int = 0, most: int = 1000
+    answer: int = 200, port: int = 0, most: int = 1000, page: bytes | None = None
 ) -> Iterator[tuple[str, list[tuple[str | None, list[Record]]]]]:
-    """Give the URL of a ledger that answers so, 413 to more than `most` records, and what it is sent."""
+    """Give the URL of a ledger that answers so, 413 to more than `most` records, and what it is sent.
+
+    With `page`, it is another server, which answers with this content.
+    """
     received: list[tuple[str | None, list[Record]]] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -33,8 +36,10 @@ def ledger_server(
             assert self.path == "/v1/snapshots"
             received.append((self.headers["Authorization"], body))
             self.send_response(answer if len(body) <= most else 413)
-            self.send_header("Content-Length", "0")
+            content = json.dumps({"accepted": len(body)}).encode() if page is None else page
+            self.send_header("Content-Length", str(len(content)))
             self.end_headers()
+            self.wfile.write(content)
 
         def log_message(self, *_: object) -> None:
             pass

@@ -62,12 +62,26 @@ class StateFile:
         self._failing = False
 
     def load(self) -> dict[str, Any]:
-        """Return the stored object, or an empty dict if the file is absent or invalid."""
+        """Return the stored object, or an empty dict if the file is absent or invalid. An invalid file is set aside."""
         try:
             value = json.loads(self._path.read_bytes())
-        except (OSError, ValueError):
+            if isinstance(value, dict):
+                return value
+            problem = f"it contains {type(value).__name__} and no object"
+        except FileNotFoundError:
             return {}
-        return value if isinstance(value, dict) else {}
+        except OSError as error:
+            log.warning("cannot read %s (%s); what it remembers is lost", self._path, error)
+            return {}
+        except (ValueError, RecursionError) as error:
+            problem = str(error)
+        damaged = self._path.with_name(f"{self._path.name}.damaged")
+        with suppress(OSError):
+            self._path.replace(damaged)
+        log.warning(
+            "%s is damaged (%s); what it remembers is lost, and the file is kept as %s", self._path, problem, damaged
+        )
+        return {}
 
     def save(self, value: Mapping[str, Any]) -> bool:
         """Write the object, unless it equals the last one written. Return whether the file now contains it."""

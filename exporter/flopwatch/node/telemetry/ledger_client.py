@@ -38,6 +38,14 @@ MAX_PENDING = 1000
 OUTCOMES = ("sent", "failed", "refused")
 
 
+def _accepted(body: str) -> bool:
+    """Return whether a response with status 200 is a ledger's. A captive portal or another server may send 200 too."""
+    try:
+        return isinstance(json.loads(body)["accepted"], int)
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return False
+
+
 class Outcomes:
     """Counter of records by outcome (sent, failed, refused), which logs each change of the outcome."""
 
@@ -164,15 +172,17 @@ class Remote:
             self._outcomes.add("failed", len(records), f"{self._url}: {error}")
             return False
         detail = f"{self._url} answers {status}: {body}"
+        applied = 200 <= status < 300 and _accepted(body)
         if status == 413 and len(keys) > 1:
             half = len(keys) // 2
             return self._send(keys[:half], timeout) and self._send(keys[half:], timeout)
-        if 200 <= status < 300:
+        if applied:
             self._outcomes.add("sent", len(records))
         elif status in (400, 413, 422):
             self._outcomes.add("refused", len(records), detail)
         else:
-            self._outcomes.add("failed", len(records), detail)
+            hint = "; no ledger answers so, check --ledger" if 200 <= status < 300 else ""
+            self._outcomes.add("failed", len(records), detail + hint)
             return False
         self._backoff = 0.0
         for key in keys:
@@ -205,7 +215,7 @@ class Remote:
             try:
                 records = json.loads(path.read_bytes())
                 pending[records[0]["tenant"], records[0]["run"], records[0]["attempt"]] = records
-            except (OSError, ValueError, LookupError, TypeError) as error:
+            except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
                 log.error("spool file ignored path=%s error=%r", path, str(error))
         return pending
 

@@ -687,6 +687,26 @@ def test_only_a_record_that_the_ledger_calls_wrong_is_given_up(
 
 
 @pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize(
+    "page",
+    [b"<html>log in to the network</html>", b"", b"{}", b"[]", b'{"accepted": "all"}', b"[" * 100_000],
+    ids=["captive portal", "empty", "object", "list", "text", "nested"],
+)
+def test_records_are_kept_if_another_server_answers_200(
+    page: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    node = Node()
+    with ledger_server(page=page) as (url, _):
+        remote = Remote(url, None, tmp_path, Outcomes(node.registry))
+        node.push(training(1, 1, START + 2))
+        deliver(node, remote)
+        remote.flush(last=True)
+    assert sent(node.registry) == {"sent": 0, "failed": 1, "refused": 0}
+    assert len(list(tmp_path.glob("*.json"))) == 1
+    assert "no ledger answers so, check --ledger" in caplog.text
+
+
+@pytest.mark.usefixtures("patient")
 def test_a_delivery_that_is_too_large_is_made_in_halves_and_costs_no_record_that_fits(tmp_path: Path) -> None:
     node = Node()
     with ledger_server(most=2) as (url, received):
@@ -732,6 +752,19 @@ def test_a_full_disk_leaves_the_last_whole_state_file(tmp_path: Path) -> None:
     assert file.load() == {"count": 1}
     assert file.save({"count": 2})
     assert file.load() == {"count": 2}
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff", b'{"a":' * 100_000, b""])
+def test_a_damaged_state_file_is_set_aside_with_a_log_line(
+    content: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "evidence.json").write_bytes(content)
+    file = StateFile(tmp_path / "evidence.json")
+    assert file.load() == {}
+    assert (tmp_path / "evidence.json.damaged").read_bytes() == content
+    assert "evidence.json is damaged" in caplog.text
+    assert file.save({"count": 1})
+    assert file.load() == {"count": 1}
 
 
 def test_an_attempt_that_no_record_can_be_made_of_hides_no_other() -> None:

@@ -178,7 +178,7 @@ def _node_labels(server: str, host: str, account: Path) -> dict[str, str]:
     try:
         labels = json.loads(content)["metadata"]["labels"]
         return {name: label for name, label in labels.items() if isinstance(label, str)}
-    except (AttributeError, KeyError, TypeError) as error:
+    except (AttributeError, KeyError, TypeError, RecursionError) as error:
         raise ValueError("the answer is not a Kubernetes node") from error
 
 
