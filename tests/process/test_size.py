@@ -129,7 +129,7 @@ def test_figures_grow_with_the_cluster_and_in_proportion() -> None:
     of = size.counts()
     one, two = size.size(size.Cluster(64)), size.size(size.Cluster(4096))
     assert two.hardware_series == 64 * one.hardware_series == 4096 * (8 * of.gpu + 9 * of.port + of.node)
-    assert two.hook_series == 4096 * 8 * 35 + 64 * of.run
+    assert two.hook_series == 4096 * 8 * 36 + 64 * of.run
     assert two.scraped_samples_per_second == two.scraped_series / 15
     assert two.memory_bytes / one.memory_bytes == pytest.approx(64, rel=0.15)  # but for what one without series takes
     assert size.size(size.Cluster(64, retention=30 * 86_400.0)).disk_raw_bytes > 1.9 * one.disk_raw_bytes

@@ -44,7 +44,8 @@ TRAINING_PEAK_FLOPS_PER_SECOND = gauge("training_peak_flops_per_second",
 TRAINING_MFU_UNAVAILABLE = gauge("training_mfu_unavailable", "1 with the reason why this rank has no MFU. Absent if "
     "the rank has an MFU.", (*RANK, "reason"), "flopwatch.training.run")
 TRAINING_ACTIVITY_SECONDS_TOTAL = counter("training_activity_seconds_total", "Wall clock of this process by activity: "
-    "startup, step, compile, data_stall, checkpoint_save, checkpoint_restore, evaluation, other. Activities are "
+    "startup, step, compile, data_stall, checkpoint_save, checkpoint_restore, evaluation, "
+    "generation, other. Activities are "
     "exclusive and sum to the process's age.", (*RANK, "activity"), "monotonic clock of the training process")
 TRAINING_CHECKPOINT_BACKGROUND_SECONDS_TOTAL = counter("training_checkpoint_background_seconds_total",
     "Time in which checkpoints were written while training went on. Not part of training_activity_seconds_total.", RANK,

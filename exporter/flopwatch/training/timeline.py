@@ -10,7 +10,8 @@ other        `with run.activity("other")`, and from the end of a run.batches() l
 So the activities sum to the process's age. A step's duration is its step and data_stall seconds.
 """
 
-DECLARED = ("compile", "data_stall", "checkpoint_save", "checkpoint_restore", "evaluation", "other")
+DECLARED: tuple[str, ...] = ("compile", "data_stall", "checkpoint_save", "checkpoint_restore", "evaluation")
+DECLARED += ("generation", "other")
 ACTIVITIES = ("startup", "step", *DECLARED)
 
 

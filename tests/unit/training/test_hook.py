@@ -89,6 +89,7 @@ EXPECTED_SAMPLES = {
     "training_activity_seconds_total{activity=checkpoint_save}": 2.0,
     "training_activity_seconds_total{activity=checkpoint_restore}": 5.0,
     "training_activity_seconds_total{activity=evaluation}": 8.0,
+    "training_activity_seconds_total{activity=generation}": 0.0,
     "training_activity_seconds_total{activity=other}": 0.0,
     "training_rank_info{host=node-7,uuid=GPU-1,local_rank=0,attempt=first,dp=,tp=,pp=,cp=,ep=}": 1.0,
     "training_run_info{tenant=research,attempt=first,convention=causal,dtype=fp8,flops_source=declared,"
