@@ -117,7 +117,7 @@ if FULL:
 @pytest.fixture(scope="module")
 def lived() -> Iterator[dict[str, Future[Rehearsal]]]:
     """Give each rehearsed incident by name. They run in parallel, as half of the time is waiting for Alertmanager."""
-    with ThreadPoolExecutor(3) as pool:
+    with ThreadPoolExecutor(2 if FULL else 3) as pool:
         yield {name: pool.submit(rehearsed) for name, rehearsed in LIVED.items()}
         pool.shutdown(cancel_futures=True)
 
