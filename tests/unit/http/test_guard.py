@@ -18,13 +18,20 @@ def status(method: str = "GET", names: tuple[str, ...] = LOOPBACK_NAMES, **heade
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 204, "headers": []})
 
+    async def receive() -> dict[str, str]:
+        return {"type": "http.disconnect"}
+
     async def send(message: Any) -> None:
         if message["type"] == "http.response.start":
             sent.append(message["status"])
 
     fields = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
-    scope = {"type": "http", "method": method, "headers": fields}
-    asyncio.run(guarded(app, names)(scope, None, send))  # type: ignore[arg-type]
+    scope: dict[str, Any] = {"type": "http", "method": method, "headers": fields}
+
+    async def request() -> None:
+        await guarded(app, names)(scope, receive, send)
+
+    asyncio.run(request())
     (found,) = sent
     return found
 

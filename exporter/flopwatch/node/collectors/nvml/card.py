@@ -183,8 +183,8 @@ class NvmlCard:
         """Request fields that NVML refuses together with `error` in smaller calls. Return answers and refused fields.
 
         Later reads request them in the calls that worked: on GB200, ECC fields and NVLink fields fail together and work
-        alone (https://github.com/NVIDIA/DCGM/issues/265). If any call fails, as during an error of the GPU, the error
-        is raised.
+        alone (https://github.com/NVIDIA/DCGM/issues/265). Raises `error` if the first and the last field fail alone
+        too, as during an error of the GPU.
         """
         if code_of(self.nvml, error) not in LACKING and len(keys) > 1:
             for key in (keys[0], keys[-1]):
