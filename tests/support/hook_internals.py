@@ -116,7 +116,7 @@ def torch_job(hooked: bool) -> list[str]:
 def functions() -> dict[str, tuple[FunctionType, list[tuple[Any, str, Any]]]]:
     """Return the package's functions and methods by name, each with all places that hold it: owner, name and value."""
     found: dict[str, tuple[FunctionType, list[tuple[Any, str, Any]]]] = {}
-    modules = [module for name, module in sys.modules.items() if name.startswith(PACKAGE)]
+    modules = [module for name, module in list(sys.modules.items()) if name.startswith(PACKAGE)]
     owners: list[ModuleType | type] = [*modules]
     owners += {
         one
@@ -210,14 +210,17 @@ def main() -> None:
     expected = job(False)
     assert job(True) == expected
     seen = called(job)
-    tried, felt = [], []
-    for name, (function, places) in sorted(functions().items()):
-        inner = getattr(function, "__wrapped__", function)
-        if inner.__code__ not in seen or name in OUTERMOST:
-            continue
-        if inner is function and inner.__name__ != "__init__" and stops_errors(inner):
-            continue
-        tried.append(name)
+    # All sources are parsed before anything is broken. The hook's threads then log tracebacks, for which they parse
+    # sources too, and up to Python 3.11.8 two threads that parse at a time may raise SystemError (gh-106905).
+    chosen = {
+        name: (function, places)
+        for name, (function, places) in sorted(functions().items())
+        if name not in OUTERMOST
+        and (inner := getattr(function, "__wrapped__", function)).__code__ in seen
+        and (inner is not function or inner.__name__ == "__init__" or not stops_errors(inner))
+    }
+    felt = []
+    for name, (function, places) in chosen.items():
         for error in ERRORS:
             with broken(function, places, error):
                 try:
@@ -226,7 +229,7 @@ def main() -> None:
                 except BaseException as escaped:
                     at = traceback.extract_tb(escaped.__traceback__)[1:]
                     felt.append(f"{name}: {type(escaped).__name__} in {' > '.join(frame.name for frame in at)}")
-    print(json.dumps({"tried": tried, "felt": felt}))
+    print(json.dumps({"tried": list(chosen), "felt": felt}))
     if job is torch_job:
         torch.distributed.destroy_process_group()
 

@@ -461,7 +461,8 @@ def test_no_function_of_the_hook_that_raises_is_felt_by_the_job(job: str, some: 
             timeout=240,
             env={**os.environ, "PYTHONPATH": f"{ROOT}/exporter", "FLOPWATCH_ENDPOINT": url, "OMP_NUM_THREADS": "1"},
         )
-    assert done.returncode == 0, done.stderr[-2000:]
+    own = [line for line in done.stderr.splitlines() if "non-finite value" not in line]
+    assert done.returncode == 0, "\n".join(own[-40:])
     output = json.loads(done.stdout)
     assert output["felt"] == []
     assert some <= set(output["tried"])
