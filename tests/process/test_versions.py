@@ -16,6 +16,7 @@ import urllib.parse
 import urllib.request
 from bisect import bisect
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cache
@@ -29,14 +30,13 @@ import yaml
 from alerts import AlertSettings, records, rules, rules_yaml
 from demo.servers import NEWEST, ServersError, find, victoria_metrics
 from demo.stack import Child, fetch, free_ports
-from simulator.promtool import rule_test
 from tests.support import ROOT
 from tests.support.databases import PROMETHEUS, VICTORIA, Samples, prometheus, raw, server, victoria
 from tests.support.live_series import Series, Target, named, of
 from tests.support.reports import flopwatch as report_of
 from tests.support.reports import prometheus as prometheus_with
 from tests.support.reports import whole_world
-from tests.support.rule_files import rules_of, seconds
+from tests.support.rule_files import judged, rules_of, seconds
 
 pytestmark = [
     pytest.mark.long,
@@ -374,13 +374,12 @@ def test_every_rule_test_passes(suite: str, tmp_path: Path) -> None:
         promtool = find(suite=suite).promtool
     except ServersError as error:
         pytest.skip(f"this version cannot be had here: {error}")
-    failed = []
-    for path in RULE_TESTS:
-        test = yaml.safe_load(path.read_text())
-        (tmp_path / "rules.yaml").write_text(rules_of(path.stem, test))
-        (tmp_path / path.name).write_text(json.dumps({**test, "rule_files": ["rules.yaml"]}))
-        done = rule_test(promtool, tmp_path / path.name)
-        failed += [f"{path.stem}: {done.stdout}{done.stderr}"] if done.returncode else []
+    folders = {path: tmp_path / path.stem for path in RULE_TESTS}
+    for folder in folders.values():
+        folder.mkdir()
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        done = pool.map(lambda path: (path.stem, judged(promtool, folders[path], path)), RULE_TESTS)
+        failed = [f"{name}: {one.stdout}{one.stderr}" for name, one in done if one.returncode]
     assert not failed, "\n".join(failed)
 
 

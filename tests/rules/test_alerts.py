@@ -22,11 +22,10 @@ from alerts.recording import EVERY
 from alerts.settings import duration
 from demo.servers import Servers, find
 from docs.generate import GROUPS, recorded
-from simulator.promtool import rule_test
 from tests.support import ROOT
 from tests.support.cases import for_each
 from tests.support.promql_labels import labels_of
-from tests.support.rule_files import rules_of, seconds
+from tests.support.rule_files import judged, seconds
 
 RULE_TESTS = sorted((ROOT / "tests" / "rules").glob("*.yaml"))
 SETTINGS = AlertSettings()
@@ -84,24 +83,15 @@ def test_promtool_accepts_the_rules_at_any_pace(servers: Servers, tmp_path: Path
     assert f"{count} rules found" in run(servers.promtool, "check", "rules", str(tmp_path / "rules.yaml"))
 
 
-def judged(servers: Servers, folder: Path, path: Path) -> subprocess.CompletedProcess[str]:
-    test = yaml.safe_load(path.read_text())
-    assert test["rule_files"] == ["../../helm/files/rules.yaml"]  # promtool can be asked by hand, too
-    files = []
-    for number, group in enumerate(test["tests"]):
-        (folder / f"rules-{number}.yaml").write_text(rules_of(path.stem, test, group))
-        files.append(folder / f"{number}.yaml")
-        files[-1].write_text(json.dumps({**test, "rule_files": [f"rules-{number}.yaml"], "tests": [group]}))
-    return rule_test(servers.promtool, *files, timeout=240)
-
-
 @pytest.fixture(scope="module")
 def judgements(
     servers: Servers, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[Path, Future[subprocess.CompletedProcess[str]]]]:
     """Give the output of promtool for each rule test. As many run at once as there are processors."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        yield {path: pool.submit(judged, servers, tmp_path_factory.mktemp(path.stem), path) for path in RULE_TESTS}
+        yield {
+            path: pool.submit(judged, servers.promtool, tmp_path_factory.mktemp(path.stem), path) for path in RULE_TESTS
+        }
         pool.shutdown(cancel_futures=True)
 
 

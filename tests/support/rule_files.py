@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 from collections.abc import Iterable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import promql_parser as promql
+import yaml
 
 from alerts import Alert, AlertSettings, alerts, records
+from simulator.promtool import rule_test
 
 SETTINGS = AlertSettings()
 ALERTS = alerts(SETTINGS)
@@ -103,3 +107,15 @@ def rules_of(name: str, test: dict[str, Any], group: dict[str, Any] | None = Non
 def seconds(text: str) -> float:
     sizes = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400, "": 1}
     return sum(float(number) * sizes[unit] for number, unit in re.findall(r"([\d.]+)(ms|[smhd]|)", text))
+
+
+def judged(promtool: str, folder: Path, path: Path) -> subprocess.CompletedProcess[str]:
+    """Run promtool on a rule test, in a folder for its files; each group of it sees the rules that it needs."""
+    test = yaml.safe_load(path.read_text())
+    assert test["rule_files"] == ["../../helm/files/rules.yaml"]  # promtool can be asked by hand, too
+    files = []
+    for number, group in enumerate(test["tests"]):
+        (folder / f"rules-{number}.yaml").write_text(rules_of(path.stem, test, group))
+        files.append(folder / f"{number}.yaml")
+        files[-1].write_text(json.dumps({**test, "rule_files": [f"rules-{number}.yaml"], "tests": [group]}))
+    return rule_test(promtool, *files, timeout=240)
