@@ -4,7 +4,7 @@ import argparse
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import flopwatch
 from flopwatch.commands import run
@@ -13,6 +13,7 @@ from flopwatch.settings import SettingsError
 # Modules of flopwatch.commands, in the order of --help.
 COMMANDS: tuple[str, ...] = ("exporter", "doctor", "ledger", "maintenance", "metrics", "check", "run", "report")
 COMMANDS += ("size", "boards", "flops", "peak", "stacks", "simulate", "capture", "kmsg")
+UNKNOWN = 3  # exit status of `check` if it cannot tell: https://nagios-plugins.org/doc/guidelines.html
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,11 +33,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The reader closed the pipe, as in `flopwatch metrics | head`. The flush at exit must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except ModuleNotFoundError as error:
+        return _missing(options.command, error)
     except SettingsError as error:
         print(f"flopwatch: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+def _missing(command: Callable[[argparse.Namespace], object], error: ModuleNotFoundError) -> int:
+    """Print what to install for a command, and return its exit status. Raises an error about a module of flopwatch."""
+    package = (error.name or "flopwatch").partition(".")[0]
+    if package == "flopwatch":
+        raise error
+    name = getattr(command, "func", command).__module__.rpartition(".")[2]
+    extra = name if name in ("ledger", "boards", "report") else "exporter"
+    wanted = "torch" if package == "torch" else f"flopwatch[{extra}]"
+    print(f"flopwatch: this needs {wanted}: pip install '{wanted}' ({error})", file=sys.stderr)
+    return UNKNOWN if name == "check" else 1
 
 
 def _parser() -> argparse.ArgumentParser:

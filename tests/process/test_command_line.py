@@ -32,6 +32,50 @@ def test_the_catalogue_is_printed_as_the_documentation_has_it() -> None:
     assert flopwatch_command("metrics", "--key").stdout.count("Source: ") == 20
 
 
+# Modules that an installation without extras does not have.
+EXTRAS = "anyio bcrypt fastapi h11 h2 httpx jinja2 prometheus_client pydantic pynvml starlette uvicorn yaml"
+HOOK_ONLY = (
+    f"import sys; sys.modules.update(dict.fromkeys({EXTRAS!r}.split())); sys.argv[0] = 'flopwatch'; "
+    "from flopwatch.__main__ import main; sys.exit(main())"
+)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "extra", "status"),
+    [
+        (["exporter", "--listen", "127.0.0.1:0", "--otlp-listen", "127.0.0.1:0"], "exporter", 1),
+        (["ledger", "serve", "--listen", "127.0.0.1:0"], "ledger", 1),
+        (["ledger", "list"], "ledger", 1),
+        (["boards", "--prometheus", "http://127.0.0.1:9", "--listen", "127.0.0.1:0"], "boards", 1),
+        (["report", "lm", "--prometheus", "http://127.0.0.1:9"], "report", 1),
+        (["check"], "exporter", 3),
+        (["doctor"], "exporter", 1),
+    ],
+)
+def test_a_command_of_an_extra_that_is_not_installed_is_one_line_with_what_to_install(
+    arguments: list[str], extra: str, status: int, tmp_path: Path
+) -> None:
+    state = ["--state", str(tmp_path)] if arguments[0] in ("exporter", "check", "doctor") else []
+    done = subprocess.run(
+        [sys.executable, "-c", HOOK_ONLY, *arguments, *state],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"flopwatch: this needs flopwatch[{extra}]: pip install 'flopwatch[{extra}]' (")
+    assert done.returncode == status
+
+
+@pytest.mark.parametrize("arguments", [["metrics"], ["size", "--nodes", "8"], ["peak", "--help"], ["flops", "--help"]])
+def test_a_command_that_needs_no_extra_works_with_the_hook_alone(arguments: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", HOOK_ONLY, *arguments], env=ENVIRONMENT, capture_output=True, text=True, timeout=PATIENCE
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.parametrize(
     ("flags", "status", "message"),
     [

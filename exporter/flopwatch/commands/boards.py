@@ -5,16 +5,14 @@ from functools import partial
 from pathlib import Path
 
 from flopwatch.commands import Commands, address, command, flag, given, seconds
-from flopwatch.settings import BoardsSettings, SettingsError
+from flopwatch.settings import BoardsSettings
 
 
 def boards(options: argparse.Namespace) -> None:
     """Serve the dashboards until stopped. Raises SettingsError."""
     settings = BoardsSettings(**given(options, BoardsSettings))
-    try:
-        from flopwatch.boards.app import run
-    except ImportError as error:
-        raise SettingsError(f"boards: {error}; install it with pip install 'flopwatch[boards]'") from None
+    from flopwatch.boards.app import run
+
     run(settings)
 
 

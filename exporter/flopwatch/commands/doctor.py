@@ -19,6 +19,8 @@ def run(options: argparse.Namespace) -> int:
         flags(parser)
         chosen = given(parser.parse_args(running()), ExporterSettings) | chosen
     settings = ExporterSettings(**chosen)
+    import pynvml  # noqa: F401  # of the extra, and what reads the GPUs is another process
+
     from flopwatch.node.health.doctor import examine, to_json
     from flopwatch.node.health.doctor_text import page
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flopwatch.commands import Commands, address, command, given, seconds
-from flopwatch.settings import LedgerSettings, SettingsError
+from flopwatch.settings import LedgerSettings
 
 if TYPE_CHECKING:
     from flopwatch.ledger.client import LedgerClient
@@ -68,10 +68,7 @@ def export(options: argparse.Namespace) -> None:
 
 def _client(options: argparse.Namespace) -> LedgerClient:
     """Return a client of the ledger that the flags name. Raises SettingsError."""
-    try:
-        from flopwatch.ledger.client import LedgerClient
-    except ImportError as error:
-        raise SettingsError(f"ledger: {error}; install it with pip install 'flopwatch[ledger]'") from None
+    from flopwatch.ledger.client import LedgerClient
 
     return LedgerClient(options.url, options.token_file, ca_file=options.ca_file)
 

@@ -14,14 +14,12 @@ FORMATS = {".html": "html", ".md": "markdown", ".json": "json"}
 def report(options: argparse.Namespace) -> None:
     """Query Prometheus, and the ledger if given, about one run and write the page. Raises SettingsError."""
     form = options.format or FORMATS.get(options.out.suffix if options.out is not None else ".html", "html")
-    try:
-        from flopwatch.ledger.client import LedgerClient
-        from flopwatch.report import page
-        from flopwatch.report.collect import collect
-        from flopwatch.report.prometheus import PrometheusClient
-        from flopwatch.report.queries import RunQueries
-    except ImportError as error:
-        raise SettingsError(f"report: {error}; install it with pip install 'flopwatch[report]'") from None
+    from flopwatch.ledger.client import LedgerClient
+    from flopwatch.report import page
+    from flopwatch.report.collect import collect
+    from flopwatch.report.prometheus import PrometheusClient
+    from flopwatch.report.queries import RunQueries
+
     ledger = None
     if options.ledger is not None:
         flags = ("--ledger", "--ledger-token-file")
