@@ -14,7 +14,7 @@ from flopwatch.node.telemetry import otlp
 from flopwatch.node.telemetry.ranks import MAX_RANKS, Telemetry
 from flopwatch.settings import ExporterSettings
 
-GPUS = frozenset({"GPU-a", "GPU-b"})
+GPUS = {"GPU-a": "GPU-a", "GPU-b": "GPU-b"}
 
 
 def target(data: bytes) -> None:

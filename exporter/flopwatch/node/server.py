@@ -33,7 +33,7 @@ from flopwatch.node.health import expectations
 from flopwatch.node.health.verdict import Verdict
 from flopwatch.node.maintenance import Maintenance
 from flopwatch.node.memory_tuning import one_heap, swept
-from flopwatch.node.scrape.reader import HostSources, SourcesFactory, gpu_inventory, hardware, host_sources
+from flopwatch.node.scrape.reader import HostSources, SourcesFactory, gpu_inventory, gpu_runtime, hardware, host_sources
 from flopwatch.node.scrape.scrape import Scrape
 from flopwatch.node.telemetry.evidence import EvidenceLog
 from flopwatch.node.telemetry.ledger_client import Embedded, Forward, Outcomes, Remote
@@ -99,9 +99,9 @@ def _web(flag: str, file: Path | None) -> Web | None:
 class _Exporter:
     def __init__(self, settings: ExporterSettings, sources: HostSources, web: Web | None, otlp_web: Web | None) -> None:
         registry = CollectorRegistry()
-        inventory = gpu_inventory(settings)
+        inventory, runtime = gpu_inventory(settings), gpu_runtime(settings)
         evidence = EvidenceLog()
-        telemetry = Telemetry(settings, registry, lambda: _known_gpus(inventory), evidence_log=evidence)
+        telemetry = Telemetry(settings, registry, lambda: _known_gpus(inventory, runtime), evidence_log=evidence)
         self._ledger = _ledger(settings, registry)
         self._readers = hardware(settings, sources)
         self._release = Release(settings.state, [reader for reader in self._readers if reader.driver])
@@ -246,6 +246,15 @@ def _ledger(settings: ExporterSettings, registry: CollectorRegistry) -> Embedded
     )
 
 
-def _known_gpus(inventory: Path) -> frozenset[str] | None:
-    """Return the UUIDs in the GPU inventory, missing GPUs included, or None if this host never had a GPU."""
-    return frozenset(part["uuid"] for part in read_inventory(inventory, m.GPU_INFO).values()) or None
+def _known_gpus(inventory: Path, runtime: Path) -> dict[str, str] | None:
+    """Return the GPU's UUID by its own UUID and by those of its MIG slices, or None if this host never had a GPU.
+
+    Missing GPUs are included.
+    """
+    known = {part["uuid"]: part["uuid"] for part in read_inventory(inventory, m.GPU_INFO).values()}
+    for uuid, about in StateFile(runtime).load().items() if known else ():
+        slices = about.get("mig") if isinstance(about, dict) else None
+        for part in slices if isinstance(slices, list) and uuid in known else ():
+            if isinstance(part, dict):
+                known[str(part.get("uuid"))] = uuid
+    return known or None

@@ -11,7 +11,7 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -124,8 +124,12 @@ def status(media: str, message: str) -> bytes:
     return json.dumps({"message": message}).encode()
 
 
-def push(resource: wire.ResourceMetrics, *, host: str, gpus: frozenset[str] | None, now: float) -> Push:
-    """Return the push of one process, with GPU UUIDs outside `gpus` (None: unknown) left out. Raises Refused."""
+def push(resource: wire.ResourceMetrics, *, host: str, gpus: Mapping[str, str] | None, now: float) -> Push:
+    """Return the push of one process. Raises Refused.
+
+    `gpus` has the UUID of the whole GPU by each UUID that a process may push, also that of a MIG slice (None: unknown).
+    Any other UUID is left out.
+    """
     metrics = [metric for scope in resource.scope_metrics for metric in scope.metrics]
     # A hook of an older release sends the identity as attributes of the resource.
     identity = _Attributes([*resource.resource.attributes, *(item for metric in metrics for item in metric.metadata)])
@@ -143,8 +147,9 @@ def push(resource: wire.ResourceMetrics, *, host: str, gpus: frozenset[str] | No
                 if len(samples) >= MAX_POINTS:
                     raise Refused("partial", f"more than {MAX_POINTS} samples of one process")
                 labels = _labels(row, point.attributes, stamped)
-                if gpus is not None and "uuid" in labels and labels["uuid"] not in gpus and labels["uuid"]:
-                    labels["uuid"], foreign = "", True
+                if gpus is not None and labels.get("uuid"):
+                    labels["uuid"] = gpus.get(labels["uuid"], "")
+                    foreign = foreign or not labels["uuid"]
                 values = tuple(labels.values())
                 for extra, value in _numbers(row, point):
                     samples[row.name, (*values, *extra)] = row, (*values, *extra), value

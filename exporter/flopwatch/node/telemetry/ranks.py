@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -119,7 +119,7 @@ class Telemetry:
         self,
         settings: ExporterSettings,
         registry: prometheus.CollectorRegistry,
-        gpus: Callable[[], frozenset[str] | None] = lambda: None,
+        gpus: Callable[[], Mapping[str, str] | None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], float] = time.time,
         evidence_log: EvidenceLog | None = None,

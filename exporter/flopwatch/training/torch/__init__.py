@@ -32,7 +32,9 @@ def card() -> CudaCard | None:
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return CudaCard(properties.name, f"GPU-{properties.uuid}" if hasattr(properties, "uuid") else "")
+    # Of a MIG slice, CUDA has the UUID of the compute instance. https://docs.nvidia.com/datacenter/tesla/mig-user-guide
+    kind = "MIG" if " MIG " in properties.name else "GPU"
+    return CudaCard(properties.name, f"{kind}-{properties.uuid}" if hasattr(properties, "uuid") else "")
 
 
 def agreed(attempt: str, rank: int, started: float) -> str | None:

@@ -1480,6 +1480,33 @@ def test_activity_that_the_driver_refuses_for_a_while_comes_back_and_the_gap_is_
     assert of(samples, GPU_PCIE_TRANSMIT_BYTES_TOTAL)[()] > 0
 
 
+def test_mig_instances_that_may_not_be_seen_are_logged_and_requested_again(
+    node: SimulatedNode, collector: Callable[..., Nvml], clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    node.mig(4, "on", "1g.10gb")
+    node.fail("nvmlDeviceGetMigDeviceHandleByIndex", pynvml.NVML_ERROR_NO_PERMISSION)
+    driver = collector()
+    for _ in range(2):
+        samples = driver.read()
+        assert of(samples, GPU_MIG_MODE, "4") == {(): 1}
+        assert of(samples, GPU_MIG_INFO, "4") == {}
+        clock.now += 1
+    assert caplog.text.count("MIG is on, and without MIG's capabilities its instances cannot be read") == 1
+    node.fail("nvmlDeviceGetMigDeviceHandleByIndex", 0)
+    assert len(of(driver.read(), GPU_MIG_INFO, "4")) == 7
+
+
+def test_processes_that_the_driver_garbles_are_left_out(node: SimulatedNode, collector: Callable[..., Nvml]) -> None:
+    class Garbled(Simulation):
+        def nvmlDeviceGetComputeRunningProcesses_v3(self, handle: Handle) -> list[Any]:
+            fields = [(4711, 1 << 30), (3_735_928_559, 1 << 30), (4712, 2**64 - 8), (0xFFFFFFFF, 17)]
+            return [pynvml.nvmlFriendlyObject({"pid": pid, "usedGpuMemory": used}) for pid, used in fields]
+
+    samples = collector(Garbled(node.root)).read()
+    assert sum(of(samples, GPU_PROCESSES).values()) == 1
+    assert sum(of(samples, GPU_PROCESS_MEMORY_BYTES).values()) == 1 << 30
+
+
 def test_an_exporter_that_may_never_read_activity_has_no_series_of_it(
     node: SimulatedNode, collector: Callable[..., Nvml], clock: Clock
 ) -> None:

@@ -6,6 +6,7 @@ import ctypes
 import json
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -365,6 +366,34 @@ def test_without_kernel_log_and_driver_the_source_does_not_exist(
     watcher = watch()
     with pytest.raises(Unsupported, match=r"kernel_log: .*No such file.*; nvml: NVML Shared Library Not Found"):
         collector(gpus, watcher).read()
+
+
+@pytest.mark.parametrize("refusal", ["no events", "no registration"])
+def test_gpus_without_events_are_no_source_and_nvml_is_not_initialised_each_minute(
+    refusal: str, library: Library, watch: Callable[[], Watcher], gpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unsupported(*_: object) -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+    if refusal == "no events":
+        monkeypatch.setattr(library, "nvmlDeviceGetSupportedEventTypes", lambda _: 0x10)
+    else:
+        monkeypatch.setattr(library, "nvmlDeviceRegisterEvents", unsupported)
+    watcher = watch()
+    assert watcher.absent
+    with pytest.raises(Unsupported, match="nvml: Not Supported"):
+        collector(gpus, watcher).read()
+    time.sleep(0.2)  # twenty times the first backoff
+    assert library.inits == 1
+
+
+def test_a_gpu_without_events_does_not_silence_the_others(
+    library: Library, watch: Callable[[], Watcher], gpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library, "nvmlDeviceGetSupportedEventTypes", lambda gpu: XID * (address(gpu) == "64"))
+    reader = collector(gpus, watch())
+    library.tell(event("64", 48))
+    assert counted(reader.read()) == {("GPU-64", "48"): 1}
 
 
 def test_a_driver_replaced_underneath_asks_for_another_process_but_a_wrong_library_does_not(

@@ -41,7 +41,7 @@ from tests.support.otlp_by_hand import START, counter, gauge, histogram, process
 class Node:
     """An exporter's telemetry with clocks the test moves."""
 
-    def __init__(self, gpus: frozenset[str] | None = None) -> None:
+    def __init__(self, gpus: dict[str, str] | None = None) -> None:
         self.registry = CollectorRegistry()
         self.time = START + 100
         self.telemetry = Telemetry(
@@ -78,7 +78,7 @@ class Node:
         }
 
 
-def pushed(*metrics: Any, gpus: frozenset[str] | None = None, **reported: Any) -> Push:
+def pushed(*metrics: Any, gpus: dict[str, str] | None = None, **reported: Any) -> Push:
     return otlp.push(process(*metrics, **reported), host="node-7", gpus=gpus, now=START + 100)
 
 
@@ -213,12 +213,14 @@ def test_a_rank_may_claim_only_a_gpu_of_this_node() -> None:
     def info(uuid: str) -> ResourceMetrics:
         return process(gauge("training_rank_info", 1, uuid=uuid, local_rank="0"))
 
-    node = Node(gpus=frozenset({"GPU-a", "GPU-b"}))
+    node = Node(gpus={"GPU-a": "GPU-a", "GPU-b": "GPU-b", "MIG-1": "GPU-a"})
     assert node.push(info("GPU-b")) == (0, "")
     assert node.samples()[0][1][:6] == ("lm", "0", "node-7", "GPU-b", "0", "a1")
+    assert node.push(info("MIG-1")) == (0, "")
+    assert node.samples()[0][1][:6] == ("lm", "0", "node-7", "GPU-a", "0", "a1"), "the GPU of the MIG slice"
     assert node.push(info("GPU-of-another-node")) == (0, "")
     assert node.samples()[0][1][:6] == ("lm", "0", "node-7", "", "0", "a1")
-    assert node.counted() == {"accepted": 1, "foreign_gpu": 1}
+    assert node.counted() == {"accepted": 2, "foreign_gpu": 1}
     without_nvml = Node()
     without_nvml.push(info("GPU-of-another-node"))
     assert without_nvml.samples()[0][1][:6] == ("lm", "0", "node-7", "GPU-of-another-node", "0", "a1")

@@ -166,7 +166,7 @@ class Nvml:
         return self._inventory.info() + [(m.GPU_READABLE, (part["gpu"], uuid), 0) for uuid, part in parts.items()]
 
     def _report(self, what: str, error: Exception) -> None:
-        """Log an error other than NVMLError, once for each `what` and type of error."""
+        """Log an error that costs samples, once for each `what` and type of error."""
         kind = what, type(error).__name__
         if kind not in self._reported:
             self._reported.add(kind)

@@ -2,7 +2,8 @@
 
 NVML returns means over the time between two samples of the hardware counters. A counter is the sum of mean times
 interval. https://docs.nvidia.com/deploy/nvml-api/group__nvmlGpmFunctions.html. Before Hopper only DCGM has these
-numbers. While a profiler (Nsight, CUPTI) holds the hardware counters, the profiled seconds do not rise.
+numbers. GPM and profilers (Nsight, CUPTI) do not disturb each other on Hopper and later, according to NVIDIA
+(https://github.com/NVIDIA/DCGM/issues/62). If samples fail nevertheless, the profiled seconds do not rise.
 """
 
 import math

@@ -16,6 +16,7 @@ class NvmlEvents(Protocol):
     NVMLError: Any  # a class of exceptions; `value` is the nvmlReturn_t
     NVML_ERROR_TIMEOUT: int
     NVML_ERROR_NOT_FOUND: int
+    NVML_ERROR_NOT_SUPPORTED: int
     NVML_ERROR_DRIVER_NOT_LOADED: int
     NVML_ERROR_LIBRARY_NOT_FOUND: int
     NVML_ERROR_LIB_RM_VERSION_MISMATCH: int
@@ -49,7 +50,6 @@ class NvmlGpm(Protocol):
 class NvmlLibrary(NvmlEvents, NvmlGpm, Protocol):
     """Calls on one GPU: https://docs.nvidia.com/deploy/nvml-api/group__nvmlDeviceQueries.html."""
 
-    NVML_ERROR_NOT_SUPPORTED: int
     NVML_GPU_FABRIC_STATE_COMPLETED: int
     NVML_GPU_FABRIC_STATE_NOT_SUPPORTED: int
     nvmlMemory_v2: int

@@ -20,6 +20,8 @@ ONCE = inf
 
 EMPTY_SLOT = (2, 6)  # NVML_ERROR_NOT_FOUND or NVML_ERROR_INVALID_ARGUMENT
 MIG_PROFILE = re.compile(r"(?:[0-9]+c\.)?[0-9]+g\.[0-9]+gb\S*")  # 1g.10gb, 1c.3g.40gb, 1g.10gb+me
+# Early R535 releases return the second process and all others garbled (an ABI break of nvmlProcessInfo_v3).
+MAX_PID, MAX_GPU_MEMORY = 1 << 22, 1 << 43  # PID_MAX_LIMIT of Linux; bytes, more than any GPU has
 OWNERS_PER_GPU = 8
 OTHER_OWNERS = "other"
 
@@ -129,7 +131,11 @@ def _clock_events(card: NvmlCard, call: str) -> Values:
 
 def _processes(card: NvmlCard) -> Values:
     """Yield number and memory of compute processes by owner. Beyond the 8 largest, owners are summed as `other`."""
-    processes = card.nvml.nvmlDeviceGetComputeRunningProcesses_v3(card.handle)
+    processes = [
+        process
+        for process in card.nvml.nvmlDeviceGetComputeRunningProcesses_v3(card.handle)
+        if process.pid <= MAX_PID and (process.usedGpuMemory or 0) <= MAX_GPU_MEMORY
+    ]
     pids = {process.pid for process in processes}
     # The same pid is the same process, unless the number was reused within seconds.
     known = {pid: owner for pid, owner in card.past.owners.items() if owner != cgroup.UNKNOWN}
@@ -224,11 +230,17 @@ def _mig(card: NvmlCard) -> Values:
 
 
 def _instances(card: NvmlCard) -> Iterator[tuple[dict[str, str], Any]]:
-    """Yield labels and memory (None: unreadable) of each MIG instance, except instances without a readable uuid."""
+    """Yield labels and memory (None: unreadable) of each MIG instance, except instances without a readable uuid.
+
+    A refusal (NO_PERMISSION) is an error that is logged, and not an empty slot: the container lacks MIG's capabilities.
+    https://docs.nvidia.com/datacenter/tesla/mig-user-guide/#device-nodes-and-capabilities
+    """
     nvml = card.nvml
     failures: set[int | None] = set()
+    refusal: Exception | None = None
 
     def of(handle: Any, call: str, *arguments: Any) -> Any:
+        nonlocal refusal
         try:
             return getattr(nvml, call)(handle, *arguments)
         except Exception as error:
@@ -237,6 +249,8 @@ def _instances(card: NvmlCard) -> Iterator[tuple[dict[str, str], Any]]:
                 raise
             if code is None:
                 card.report(call, error)
+            if code == NO_PERMISSION:
+                refusal = error
             failures.add(code)
             return None
 
@@ -258,7 +272,9 @@ def _instances(card: NvmlCard) -> Iterator[tuple[dict[str, str], Any]]:
             },
             of(handle, "nvmlDeviceGetMemoryInfo", nvml.nvmlMemory_v2),
         )
-    card.incomplete = not failures <= {None, *LACKING, *EMPTY_SLOT}
+    if refusal is not None:
+        card.report("MIG is on, and without MIG's capabilities its instances", refusal)
+    card.incomplete = not failures <= {None, *LACKING, *EMPTY_SLOT} or refusal is not None
 
 
 def _gpm_supported(card: NvmlCard) -> bool:

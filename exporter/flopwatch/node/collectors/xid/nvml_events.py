@@ -25,6 +25,7 @@ WAIT_MILLISECONDS = 500
 HANGING = 10.0  # seconds after which a wait that has not returned hangs
 FIRST_BACKOFF, MAX_BACKOFF = 1.0, 60.0
 MISSING_AGAIN = 60.0  # seconds between registrations of missing GPUs, after which a registration counts as good
+UNSUPPORTED_AGAIN = 3600.0  # seconds between registrations where no GPU has events, as in WSL and on virtual GPUs
 MAX_EVENTS = 10_000
 
 
@@ -92,7 +93,7 @@ class Watcher:
 
     @property
     def absent(self) -> bool:
-        """Return whether no NVIDIA driver was found since this process started."""
+        """Return whether no NVIDIA driver, or none with events, was found since this process started."""
         return not self.registered and self._absent
 
     def close(self) -> None:
@@ -115,7 +116,10 @@ class Watcher:
                 self._wait(events, missing)
             except nvml.NVMLError as error:
                 self._error = str(error)
-                self._absent = error.value in (nvml.NVML_ERROR_LIBRARY_NOT_FOUND, nvml.NVML_ERROR_DRIVER_NOT_LOADED)
+                unsupported = error.value == nvml.NVML_ERROR_NOT_SUPPORTED
+                loaded = error.value not in (nvml.NVML_ERROR_LIBRARY_NOT_FOUND, nvml.NVML_ERROR_DRIVER_NOT_LOADED)
+                self._absent = unsupported or not loaded
+                backoff = UNSUPPORTED_AGAIN if unsupported else backoff
                 self.replaced = self.registered and error.value == nvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH
             for release, arguments in ((nvml.nvmlEventSetFree, (events,)), (nvml.nvmlShutdown, ())):
                 with suppress(nvml.NVMLError):
@@ -130,25 +134,31 @@ class Watcher:
                 backoff = min(2 * backoff, MAX_BACKOFF)
 
     def _register(self, events: Any) -> bool:
-        """Register every GPU for events. Return whether some GPUs failed. Raises NVMLError if all failed."""
+        """Register every GPU that has events and return whether some failed. Raises NVMLError if none is registered."""
         nvml = self._nvml
         handles: dict[object, Device] = {}
         failure: Exception | None = None
+        unsupported: Exception | None = None
         notices = 0
         for index in range(nvml.nvmlDeviceGetCount()):
             try:
                 handle = nvml.nvmlDeviceGetHandleByIndex(index)
                 pci = pci_address(nvml.nvmlDeviceGetPciInfo(handle).busId)
                 device = Device(str(index), nvml.nvmlDeviceGetUUID(handle), pci)
-                supported = nvml.nvmlDeviceGetSupportedEventTypes(handle)
-                nvml.nvmlDeviceRegisterEvents(handle, supported & (XID | sum(NOTICES)), events)
+                supported = nvml.nvmlDeviceGetSupportedEventTypes(handle) & (XID | sum(NOTICES))
+                if supported == 0:
+                    raise nvml.NVMLError(nvml.NVML_ERROR_NOT_SUPPORTED)
+                nvml.nvmlDeviceRegisterEvents(handle, supported, events)
             except nvml.NVMLError as error:
-                failure = error
+                if error.value != nvml.NVML_ERROR_NOT_SUPPORTED:
+                    failure = error
+                else:
+                    unsupported = error
                 continue
             handles[_identity(handle)] = self.devices[device.pci] = device
             notices |= supported
         if not handles:
-            raise failure if failure is not None else nvml.NVMLError(nvml.NVML_ERROR_NOT_FOUND)
+            raise failure or unsupported or nvml.NVMLError(nvml.NVML_ERROR_NOT_FOUND)
         self._handles = handles
         self.notices = frozenset(name for bit, name in NOTICES.items() if notices & bit)
         self.registered = True
