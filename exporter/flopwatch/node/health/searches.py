@@ -59,9 +59,12 @@ def other_model(facts: Facts) -> Iterator[Found]:
 
 
 def narrow_pcie(facts: Facts) -> Iterator[Found]:
-    """Find GPUs with fewer PCIe lanes than the GPU and its slot support, or than expected."""
+    """Find GPUs with fewer PCIe lanes than expected or, without an expectation, than the GPU and its slot support.
+
+    NVML's maximum is the card's. Cloud instances with a T4 or an A10G connect 8 of its 16 lanes.
+    """
     for gpu, lanes in facts.of(m.GPU_PCIE_WIDTH_LANES).items():
-        wanted = max(facts.of(m.GPU_PCIE_WIDTH_MAX_LANES).get(gpu, 0), facts.expected.pcie_width)
+        wanted = facts.expected.pcie_width or facts.of(m.GPU_PCIE_WIDTH_MAX_LANES).get(gpu, 0)
         if 0 < lanes < wanted:
             yield facts.found(m.GPU_PCIE_WIDTH_LANES, gpu, f"has {lanes:g} of {wanted:g} PCIe lanes")
 

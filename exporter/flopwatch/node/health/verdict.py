@@ -144,7 +144,7 @@ def learn(samples: Iterable[Sample]) -> Expectations:
         len(facts.answering),
         models.pop() if len(models) == 1 else "",
         _common(up.values()),
-        _common(facts.of(m.GPU_PCIE_WIDTH_MAX_LANES).values()),
+        _common(facts.of(m.GPU_PCIE_WIDTH_LANES).values()),
         _common(facts.of(m.GPU_PCIE_GENERATION_MAX).values()),
         ports,
     )

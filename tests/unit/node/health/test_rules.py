@@ -52,6 +52,7 @@ def test_a_node_without_anything_is_ok_where_nothing_is_expected() -> None:
 
 
 GPU3, PORT3 = "gpu 3", "port mlx5_3/1"
+SHAPES = sorted((ROOT / "contrib" / "shapes").glob("*.json"))
 
 
 @pytest.mark.parametrize(
@@ -393,11 +394,29 @@ def test_a_node_teaches_its_shape_and_fits_it() -> None:
     assert reasons(h100(), shape) == []
 
 
+def test_lanes_that_a_cloud_does_not_connect_are_well_once_recorded_or_declared() -> None:
+    series = h100() | {(m.GPU_PCIE_WIDTH_LANES, gpu(index)): 8 for index in range(8)}
+    assert {reason for reason, *_ in reasons(series, Expectations())} == {"pcie_width"}
+    shape = learn(samples(series))
+    assert shape.pcie_width == 8
+    assert reasons(series, shape) == []
+    assert reasons(series, Expectations(pcie_width=8)) == []
+    narrower = series | {(m.GPU_PCIE_WIDTH_LANES, gpu(3)): 4}
+    assert [reason for reason, *_ in reasons(narrower, shape)] == ["pcie_width"]
+
+
+@pytest.mark.parametrize("file", SHAPES, ids=[file.stem for file in SHAPES])
+def test_the_shape_of_a_cloud_instance_is_an_expectation(file: Path) -> None:
+    shape = parse(file.read_text(), file.name)
+    assert shape.gpu_model
+    assert shape.pcie_width
+
+
 def test_ports_without_a_role_are_learnt_as_any_and_different_gpus_not_at_all() -> None:
     series = without(h100(), m.INFINIBAND_INFO) | {
         info(m.GPU_INFO, gpu="9", uuid="GPU-9", model="other"): 1.0,
         (m.GPU_PRESENT, gpu(9)): 1,
-        (m.GPU_PCIE_WIDTH_MAX_LANES, gpu(9)): 8,
+        (m.GPU_PCIE_WIDTH_LANES, gpu(9)): 8,
     }
     shape = learn(samples(series))
     assert (shape.gpus, shape.gpu_model, shape.pcie_width) == (9, "", 0)
