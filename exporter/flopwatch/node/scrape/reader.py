@@ -325,6 +325,11 @@ def gpu_inventory(settings: ExporterSettings) -> Path:
     return _state(settings) / "gpus.json"
 
 
+def gpu_runtime(settings: ExporterSettings) -> Path:
+    """Return the file in which the NVML source keeps each GPU's MIG slices, processes and links."""
+    return _state(settings) / "gpu_runtime.json"
+
+
 def simulated_node(settings: ExporterSettings) -> Path:
     """Return the folder with the files of the host that --simulate simulates."""
     return settings.state.absolute() / "simulated"

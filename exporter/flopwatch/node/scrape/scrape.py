@@ -210,7 +210,7 @@ class _State:
 @dataclass
 class _Page:
     began: float  # on the scrape's clock
-    until: float  # when the sources' deadline ends
+    patience: float  # seconds for which it waits for the sources
     task: asyncio.Task[bytes]
     zipped: bytes | None = None
 
@@ -283,17 +283,19 @@ class Scrape:
         """Stop the thread pool without waiting for reads in progress."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _deadline(self, timeout: float | None) -> float:
-        """Return the seconds for a read: the configured deadline, or less if the scraper's timeout requires it."""
+    def _patience(self, timeout: float | None) -> float:
+        """Return the seconds to wait for reads: their deadline, or less if the scraper's timeout requires it."""
         deadline = self._settings.scrape_deadline
         return deadline if timeout is None else min(deadline, max(timeout - TIMEOUT_MARGIN, timeout / 2))
 
     async def collect(self, timeout: float | None = None) -> list[Sample]:
-        """Read all sources and return their samples. `timeout` is the scraper's, in seconds."""
-        deadline = self._deadline(timeout)
-        tasks = [task for state in self._states if (task := self._reading(state, deadline)) is not None]
+        """Read all sources and return their samples. `timeout` is the scraper's, in seconds.
+
+        It limits how long this scrape waits, and no read: those are shared with other scrapers.
+        """
+        tasks = [task for state in self._states if (task := self._reading(state)) is not None]
         if tasks:
-            await asyncio.wait(tasks, timeout=deadline + ANSWER_MARGIN)
+            await asyncio.wait(tasks, timeout=self._patience(timeout) + ANSWER_MARGIN)
         now = self._clock()
         parts: list[Part] = []
         samples: list[Sample] = []
@@ -352,11 +354,11 @@ class Scrape:
 
     async def metrics(self, timeout: float | None = None, *, openmetrics: bool = False, gzipped: bool = False) -> bytes:
         """Return the body of /metrics, shared by simultaneous scrapes. `timeout` is the scraper's, in seconds."""
-        now, deadline = self._clock(), self._deadline(timeout)
+        now, patience = self._clock(), self._patience(timeout)
         page = self._pages.get(openmetrics)
-        if page is None or now - page.began >= PAGE_SECONDS or (not page.task.done() and page.until > now + deadline):
+        if page is None or not self._shareable(page, now, patience):
             task = asyncio.get_running_loop().create_task(self._body(timeout, openmetrics))
-            page = self._pages[openmetrics] = _Page(now, now + deadline, task)
+            page = self._pages[openmetrics] = _Page(now, patience, task)
         try:
             # The page must continue for other scrapers if one disconnects.
             body = await asyncio.shield(page.task)
@@ -370,6 +372,12 @@ class Scrape:
             page.zipped = gzip(body)
         return page.zipped
 
+    def _shareable(self, page: _Page, now: float, patience: float) -> bool:
+        """Return whether a page is new, waits as long for the sources as `patience`, and is ready by then."""
+        if now - page.began >= PAGE_SECONDS or page.patience < patience:
+            return False
+        return page.task.done() or page.began + page.patience <= now + patience
+
     async def _body(self, timeout: float | None, openmetrics: bool) -> bytes:
         samples = await self.collect(timeout)
         body = self._exposition.render(samples, openmetrics=openmetrics)
@@ -381,9 +389,9 @@ class Scrape:
         # JSON may contain a lone surrogate, although readers decode bytes with replacement.
         return body.encode(errors="replace")
 
-    def _reading(self, state: _State, deadline: float) -> asyncio.Task[None] | None:
+    def _reading(self, state: _State) -> asyncio.Task[None] | None:
         """Return the task of the read in progress or of a new one, or None if the last read is still shared."""
-        now = self._clock()
+        now, deadline = self._clock(), self._settings.scrape_deadline
         if state.task is None and now - state.began >= state.shared:
             state.began, state.deadline = now, now + deadline
             state.task = asyncio.get_running_loop().create_task(self._read(state, deadline))

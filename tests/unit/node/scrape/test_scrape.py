@@ -22,6 +22,7 @@ from flopwatch import catalogue as m
 from flopwatch.catalogue import Sample, all_metrics
 from flopwatch.node.scrape.reader import Reading, failure
 from flopwatch.node.scrape.scrape import (
+    ANSWER_MARGIN,
     BUDGETS,
     MIG,
     SampleSource,
@@ -268,10 +269,39 @@ def test_what_is_in_memory_is_read_for_every_scrape() -> None:
 
 
 @pytest.mark.parametrize(("timeout", "deadline"), [(None, 2.5), (10, 2.5), (3, 2.5), (2, 1.5), (1, 0.5), (0.4, 0.2)])
-def test_the_deadline_leaves_the_scraper_half_a_second(timeout: float | None, deadline: float) -> None:
+def test_a_scrape_waits_until_half_a_second_before_its_timeout_and_the_read_has_its_own_deadline(
+    timeout: float | None, deadline: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+    wait = asyncio.wait
+
+    async def noted(tasks: Any, timeout: float) -> Any:
+        waits.append(timeout)
+        return await wait(tasks, timeout=timeout)
+
+    monkeypatch.setattr(asyncio, "wait", noted)
     source = Scripted("nvml", good())
     asyncio.run(scraping(source, deadline=2.5).collect(timeout))
-    assert source.deadlines == [deadline]
+    assert waits == [deadline + ANSWER_MARGIN]
+    assert source.deadlines == [2.5]
+
+
+def test_a_client_with_a_timeout_of_nothing_costs_other_clients_no_value() -> None:
+    async def story() -> None:
+        source = Scripted("nvml", slowly)
+        scrape = scraping(source)
+        for _ in range(5):
+            hasty = asyncio.ensure_future(scrape.metrics(1e-9))
+            await asyncio.sleep(0)
+            served = await values(scrape, 10)
+            await hasty
+            assert served['gpu_temperature_celsius{gpu="0",uuid="GPU-a"}'] == 41
+            assert served['flopwatch_collector_success{collector="nvml"}'] == 1
+            assert not any(number for name, number in served.items() if "failures_total" in name)
+            await asyncio.sleep(0.3)
+        assert set(source.deadlines) == {PATIENCE}
+
+    asyncio.run(story())
 
 
 @pytest.mark.parametrize(
