@@ -130,6 +130,24 @@ def test_all_records_of_a_delivery_are_taken_or_none(tmp_path: Path) -> None:
         assert store.summary() == before
 
 
+def test_a_record_of_the_far_future_is_refused(tmp_path: Path) -> None:
+    submitted = {"run": "r", "event": "submitted"}
+    with closing(Store(tmp_path / "ledger.sqlite", clock=lambda: 1e9)) as store:
+        store.apply([{**submitted, "t": 1e9 + 3600}])
+        with pytest.raises(RecordError, match=r"record 1: t: 1e\+30 is more than a day ahead of this ledger's clock"):
+            store.apply([{**submitted, "run": "forged", "t": 1e30}])
+        assert [run["run"] for run in store.listing()] == ["r"]
+
+
+def test_an_empty_file_is_logged_before_the_ledger_begins_anew(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "ledger.sqlite").touch()
+    with closing(Store(tmp_path / "ledger.sqlite")) as store:
+        assert store.listing() == []
+    assert "ledger.sqlite is empty, so the ledger begins without its earlier runs" in caplog.text
+
+
 def test_when_the_disk_is_full_the_sender_gets_an_error_and_its_next_snapshot_makes_up_for_it(tmp_path: Path) -> None:
     records = history("crash_and_move")
     with closing(Store(tmp_path / "ledger.sqlite", clock=lambda: NOW)) as store:

@@ -87,8 +87,8 @@ def authorize(request: Request, flag: str, token_file: Path | None) -> None:
         token = token_file.read_text().strip()
     except OSError as error:
         raise Unauthorized(f"the token file cannot be read here: {error.strerror}") from None
-    sent = request.headers.get("authorization", "")
-    if not token or not hmac.compare_digest(sent.encode(), f"Bearer {token}".encode()):
+    scheme, _, sent = request.headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "bearer" or not token or not hmac.compare_digest(sent.strip().encode(), token.encode()):
         raise Unauthorized(f"send Authorization: Bearer with the token of {flag}")
 
 

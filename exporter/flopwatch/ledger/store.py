@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 
 RETENTION = 24 * 3600.0  # seconds for which a run is served after its end was received
 ABANDONED_AFTER = 30 * 24 * 3600.0
+MAX_AHEAD = 24 * 3600.0  # seconds that the time of a record may be ahead of this clock
 _CATCH_UP = 600.0  # seconds after a start in which no run is given up, so that senders can report first
 _VERSION = 3
 # WAL "does not work over a network filesystem": https://www.sqlite.org/wal.html.
@@ -128,6 +129,8 @@ class Store:
             raise SettingsError(f"the ledger cannot be kept in {path}: {error}") from error
         try:
             fcntl.flock(self._guard, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if path.exists() and path.stat().st_size == 0:
+                log.warning("%s is empty, so the ledger begins without its earlier runs", path)
             self._db = self._open()
         except BlockingIOError:
             os.close(self._guard)
@@ -148,9 +151,12 @@ class Store:
     def apply(self, lines: Iterable[object]) -> None:
         """Apply decoded JSON records, all or none, and write them to disk. Raises RecordError or sqlite3.Error."""
         records = []
+        latest = self._clock() + MAX_AHEAD
         for number, line in enumerate(lines, 1):
             try:
                 records.append(LedgerRecord.parse(line))
+                if records[-1].t > latest:
+                    raise RecordError(f"t: {records[-1].t:g} is more than a day ahead of this ledger's clock")
             except RecordError as error:
                 raise RecordError(f"record {number}: {error}") from None
         delivery = _Delivery(records)
