@@ -9,6 +9,11 @@ import ctypes
 import math
 import random
 import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -17,6 +22,7 @@ from hypothesis import strategies as st
 
 from flopwatch.training.torch import device
 from flopwatch.training.torch.device import Moment
+from flopwatch.training.totals import MissedMark, Totals
 from tests.support.machine import PATIENCE
 from tests.support.simulated_cuda import SimulatedCuda, SimulatedStream
 
@@ -134,13 +140,110 @@ def test_a_device_that_hangs_blocks_nothing_and_takes_no_more_memory() -> None:
         cuda.now += 1.0
         marks.append(moments.mark())
     assert cuda.events == 10
-    assert moments.short_of_events == 990
+    assert moments.missed == 990
     assert [isinstance(mark, float) for mark in marks] == [False] * 10 + [True] * 990
     assert moment(marks[0]).at() is None
     cuda.hangs = False
     # The query at 2000 found it pending, so it completed later.
     assert [at(mark) for mark in marks] == [2000.0] * 10 + [1011.0 + n for n in range(990)]
     assert isinstance(moments.mark(), Moment)
+
+
+@dataclass
+class Fsdp2:
+    """An FSDP2 model of so many groups that waits for a tenth of the device's time, measured in every step."""
+
+    groups: int
+    micro_batches: int
+    step_seconds: float
+    push_interval: float = 5.0
+    max_events: int = device.MAX_EVENTS
+
+    def train(self, steps: int) -> tuple[Totals, device.Moments]:
+        cuda = SimulatedCuda()
+        moments = cuda.moments(max_events=self.max_events)
+        totals = Totals(cuda.now, lambda what, error: pytest.fail(f"{what}: {error}"))
+        totals.measures_wait = True
+        pushed, ended = cuda.now, deque[float]()
+        for _ in range(steps):
+            for _ in range(4 * self.groups * self.micro_batches):  # two waits for parameters, one in and after backward
+                began = self.mark(cuda, moments.mark)
+                cuda.current.work(0.1 * self.step_seconds / (4 * self.groups * self.micro_batches))
+                totals.events.append((Totals.waited, ending := self.mark(cuda, moments.mark), began, ending))
+                cuda.current.work(0.9 * self.step_seconds / (4 * self.groups * self.micro_batches))
+            totals.events.append((Totals.step, self.mark(cuda, moments.step_mark), 1))
+            ended.append(cuda.current.free_at)
+            if len(ended) > 1:  # the host runs one step ahead of the device
+                cuda.now = max(cuda.now, ended.popleft())
+            if cuda.now - pushed >= self.push_interval:
+                pushed = cuda.now
+                totals.take()
+        cuda.finish()
+        totals.take()
+        return totals, moments
+
+    def mark(self, cuda: SimulatedCuda, make: Callable[[], float | Moment]) -> float | Moment:
+        cuda.now += 6e-6  # what a mark costs the host
+        return make()
+
+
+SIZES = [Fsdp2(33, 1, 0.5), Fsdp2(33, 4, 1.2), Fsdp2(81, 1, 0.6), Fsdp2(81, 4, 2.4)]
+
+
+@pytest.mark.parametrize("push_interval", [5.0, 15.0])
+@pytest.mark.parametrize("model", SIZES, ids=lambda model: f"{model.groups} groups, {model.micro_batches} batches")
+def test_every_step_of_a_large_model_is_measured_however_seldom_it_is_pushed(
+    model: Fsdp2, push_interval: float
+) -> None:
+    totals, moments = replace(model, push_interval=push_interval).train(20)
+    assert moments.missed == 0
+    assert totals.measured_steps == 18  # the first is startup, and the second has no mean to be compared with
+    assert totals.wait / totals.measured_seconds == pytest.approx(0.1, abs=0.002)
+    assert sum(totals.durations) == 19
+    assert totals.duration_sum / 19 == pytest.approx(model.step_seconds, rel=0.01)
+
+
+def test_a_step_with_a_missed_mark_has_its_duration_and_no_wait() -> None:
+    totals, moments = Fsdp2(81, 4, 2.4, push_interval=20.0, max_events=2048).train(20)
+    assert moments.missed > 0
+    assert totals.measured_steps < 18
+    if totals.measured_steps:
+        assert totals.wait / totals.measured_seconds == pytest.approx(0.1, abs=0.002)
+    assert sum(totals.durations) == 19, "some events are kept for the ends of steps"
+    assert totals.duration_sum / 19 == pytest.approx(2.4, rel=0.01)
+
+
+def test_a_step_between_missed_ends_has_no_duration() -> None:
+    totals = Totals(0.0, lambda what, error: pytest.fail(f"{what}: {error}"))
+    marks = [10.0, 20.0, MissedMark(21.0), 40.0, 50.0]
+    totals.events.extend((Totals.step, mark, 1) for mark in marks)
+    totals.take()
+    assert totals.steps == 5
+    assert (sum(totals.durations), totals.duration_sum) == (2, 20.0)  # from 10 to 20, and from 40 to 50
+
+
+def test_many_moments_are_settled_in_slices_with_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = SimulatedCuda()
+    moments = cuda.moments()
+    marks = [moment(moments.mark()) for _ in range(10_000)]
+    cuda.now += 1
+    queries: list[int] = []
+    monkeypatch.setattr(time, "sleep", lambda seconds: queries.append(cuda.queries))
+    assert marks[-1].at() == 1000.0
+    slices = [after - before for before, after in pairwise([0, *queries])]
+    assert len(slices) == 10_000 // device.SLICE
+    assert max(slices) == device.SLICE
+
+
+def test_the_marking_thread_settles_what_the_device_has_reached_when_events_run_out() -> None:
+    cuda = SimulatedCuda()
+    moments = cuda.moments(max_events=320)
+    for _ in range(5000):
+        cuda.current.work(1e-4)
+        assert isinstance(moments.mark(), Moment)
+        cuda.now += 2e-4
+    assert cuda.events <= 320
+    assert moments.missed == 0
 
 
 def test_events_are_used_again_once_they_are_free() -> None:

@@ -47,6 +47,9 @@ TRAINING_ACTIVITY_SECONDS_TOTAL = counter("training_activity_seconds_total", "Wa
     "startup, step, compile, data_stall, checkpoint_save, checkpoint_restore, evaluation, "
     "generation, other. Activities are "
     "exclusive and sum to the process's age.", (*RANK, "activity"), "monotonic clock of the training process")
+TRAINING_MISSED_MARKS_TOTAL = counter("training_missed_marks_total", "Points in the GPU's work whose time is unknown, "
+    "because no CUDA event was free. Their steps are not measured. Absent while there are none.", RANK,
+    "flopwatch.training.torch.device")
 TRAINING_CHECKPOINT_BACKGROUND_SECONDS_TOTAL = counter("training_checkpoint_background_seconds_total",
     "Time in which checkpoints were written while training went on. Not part of training_activity_seconds_total.", RANK,
     "run.background_save, distributed checkpoint's future")

@@ -3,8 +3,10 @@
 import itertools
 import logging
 import sys
+from collections.abc import Iterable
 from typing import Any
 
+from flopwatch import catalogue as m
 from flopwatch.flops import peaks
 from flopwatch.training.process import parallel
 from flopwatch.training.recorder import Recorder
@@ -69,7 +71,13 @@ class Instruments:
             from flopwatch.training.torch import device
 
             if (moments := device.moments(recorder.clock, recorder.failed)) is not None:
-                recorder.mark = moments.mark
+                recorder.mark, recorder.step_mark = moments.mark, moments.step_mark
+
+                def report() -> None:
+                    if moments.missed:
+                        recorder.set(m.TRAINING_MISSED_MARKS_TOTAL, moments.missed)
+
+                recorder.poll(report)
 
     def first_step(self) -> None:
         """Look up what exists only once the job trains: GPU, Megatron's groups, CUDA. Then attach the hooks."""
@@ -101,6 +109,7 @@ class Instruments:
         self._remove(self._models.get(id(model), ()))
         self._models[id(model)] = (torch_hook.watch(recorder, model),)
         recorder.watched = True
+        self._follow_quantization(model)
         self.attach(model)
         if recorder.parallel is not None and recorder.parallel.cp is not None and recorder.parallel.cp[1] > 1:
             recorder.uncountable("each rank has a part of the sequence, and attention reaches beyond it")
@@ -108,6 +117,20 @@ class Instruments:
             from flopwatch.training.flop_counter import count
 
             self._models[id(model)] += (count.attach(recorder, model),)
+
+    def _follow_quantization(self, model: object) -> None:
+        """Take the peak of fp8 if torchao runs layers of the model in fp8, so that MFU is never too high.
+
+        A peak passed to Run is kept. https://github.com/pytorch/ao/tree/main/torchao/float8
+        """
+        info = self._info
+        modules: Iterable[object] = getattr(model, "modules", tuple)()
+        if info.dtype not in ("fp16", "bf16", "tf32") or info.peak_source.startswith("override"):
+            return
+        if any(type(module).__name__ == "Float8Linear" for module in modules):
+            log.info("the model has Float8Linear layers, so the run's dtype is fp8, not %s", info.dtype)
+            info.dtype, info.peak, info.no_peak_because = "fp8", None, None
+            self.find_card(expected=False)
 
     def remove(self) -> None:
         """Remove all hooks of this run from PyTorch."""

@@ -67,6 +67,7 @@ class Recorder:
     def __init__(self, clock: Callable[[], float] = time.monotonic, start: float = 0.0) -> None:
         self.clock = clock
         self.mark: Callable[[], Mark] = clock  # returns a CUDA event's time once CUDA is in use
+        self.step_mark: Callable[[], Mark] = clock  # the same for the end of a step, which some events are kept for
         self.record: Callable[[Event], None] = ignore
         self.totals = Totals(start, self.failed)
         self.start = start

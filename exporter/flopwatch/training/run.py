@@ -246,7 +246,7 @@ class Run:
             """
             recorder = self.recorder
             try:
-                now = recorder.mark()
+                now = recorder.step_mark()
                 recorder.steps_taken = taken = recorder.steps_taken + 1
                 if not more and tokens.__class__ is int and tokens >= 0:
                     recorder.record((STEP, now, tokens))

@@ -40,6 +40,16 @@ class Moment(Protocol):
         """Return the moment in seconds on the run's clock, None if the device has not reached it yet."""
 
 
+class MissedMark(float):
+    """Host's clock at a point in a device's work that has no moment, because no event was free.
+
+    The device may be seconds behind. So neither waits nor phases of the open step count, and no duration of a step that
+    begins or ends with it.
+    """
+
+    __slots__ = ()
+
+
 Mark = float | Moment
 Labels = tuple[tuple[str, str], ...]
 Event = tuple[Any, ...]  # a method of Totals, a Mark, and the method's other arguments
@@ -131,6 +141,8 @@ class Totals:
         self._wait: float | None = None  # None: not measured
         self._phases: dict[str, float] = {}
         self._counted_flops: float | None = None
+        self._missed = False  # a mark, so waits and phases are not known
+        self._missed_end = self._missed_begin = False  # the mark of the last event, and the mark that began the step
         self._refused = False  # packed_flops raised
         self.step_seconds = 0.0  # of one step, the running mean
 
@@ -146,6 +158,8 @@ class Totals:
                     if not all_of_them:
                         return
                     now = mark.recorded
+                self._missed_end = type(mark) is MissedMark
+                self._missed = self._missed or self._missed_end
                 now = max(now, self._now)
                 # Phases and waits that ended at `now` do not move the time, because an earlier event may follow.
                 if what is not Totals.phase and what is not Totals.waited:
@@ -177,8 +191,9 @@ class Totals:
             self.position += 1
         self.last_step = now
         timed = self.timeline.step(now)
-        if timed is not None:
-            self._time(*timed)
+        if timed is not None and not (self._missed_begin or self._missed_end):
+            self._time(*timed, missed=self._missed)
+        self._missed, self._missed_begin = False, self._missed_end
         self._wait = None
         self._phases.clear()
         counted, self._counted_flops = self._counted_flops, None
@@ -200,12 +215,12 @@ class Totals:
         self.nonfinite[name] = self.nonfinite.get(name, 0) + (not math.isfinite(value))
         return value
 
-    def _time(self, duration: float, disturbed: bool) -> None:
+    def _time(self, duration: float, disturbed: bool, missed: bool) -> None:
         mean = self.step_seconds
         self.durations[bisect_left(DURATION_BOUNDS, duration)] += 1
         self.duration_sum += duration
         measured = self._wait is not None if self.measures_wait else bool(self._phases)
-        if measured and not disturbed and 0 < duration <= 2 * mean:
+        if measured and not disturbed and not missed and 0 < duration <= 2 * mean:
             self.wait += self._wait or 0.0
             for phase, seconds in self._phases.items():
                 self.phases[phase] = self.phases.get(phase, 0.0) + seconds
@@ -280,6 +295,7 @@ class Totals:
 
     def waited(self, _: float, began: Mark, ended: Mark) -> None:
         """Add a wait for other ranks between two marks. The open step then counts as measured."""
+        self._missed = self._missed or type(began) is MissedMark
         if (seconds := _between(began, ended)) is not None:
             self._wait = (self._wait or 0.0) + seconds
 
@@ -287,6 +303,7 @@ class Totals:
         """Add the time between two marks to a phase of the open step. Raises ValueError if `name` is not a phase."""
         if name not in catalogue.PHASES:
             raise ValueError(f"{name!r} is not a phase; the catalogue has {', '.join(catalogue.PHASES)}")
+        self._missed = self._missed or type(began) is MissedMark
         if (seconds := _between(began, ended)) is not None:
             self._phases[name] = self._phases.get(name, 0.0) + seconds
 

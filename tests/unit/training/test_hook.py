@@ -246,7 +246,8 @@ def test_a_rank_has_at_most_40_series_and_a_run_30() -> None:
     series = [(row, labels) for row, points in snapshot.points.items() for labels, _ in points]
     reported = {row for row, _ in series}
     every = {row for row in m.all_metrics() if row.domain == "training"}
-    assert every - reported == {m.TRAINING_STEP_DURATION_SECONDS, m.TRAINING_MFU_UNAVAILABLE}
+    without = {m.TRAINING_MFU_UNAVAILABLE, m.TRAINING_MISSED_MARKS_TOTAL}  # of a rank that measures everything
+    assert every - reported == {m.TRAINING_STEP_DURATION_SECONDS, *without}
     assert len([row for row, _ in series if "rank" in row.labels]) + 1 + len(BLOCKED) <= 40
     assert len([row for row, _ in series if "rank" not in row.labels]) + len(DURATION_BOUNDS) + 3 <= 30
 
@@ -568,6 +569,35 @@ def test_where_there_is_no_mfu_a_series_gives_the_reason(
     snapshot = run.snapshot()
     assert (value(snapshot, "training_capacity_flops_total") is None) == ("unknown_peak" in expected)
     assert (value(snapshot, "training_model_flops_total") is None) == (expected not in ([], ["unknown_peak"]))
+
+
+def test_an_mfu_beyond_any_card_is_no_mfu_from_then_on(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    run = silent(clock, flops_per_token=10, peak_flops=100, dtype="bf16")
+
+    def steps(count: int, tokens: int) -> list[str]:
+        for _ in range(count):
+            clock.now += 4
+            run.step(tokens=tokens)
+        return reasons(run)
+
+    assert steps(40, 38) == []  # 95 %
+    assert steps(19, 80) == []  # too few steps to tell
+    assert steps(1, 80) == ["implausible"]
+    assert value(run.snapshot(), "training_capacity_flops_total") is None
+    assert "no MFU: 200 % is more than any GPU reaches. Check dtype (bf16)" in caplog.text
+    assert steps(40, 1) == ["implausible"]
+
+
+def test_a_step_longer_than_the_check_of_the_mfu_is_not_counted_twice() -> None:
+    clock = Clock()
+    run = silent(clock, flops_per_token=10, peak_flops=100)
+    for _ in range(50):
+        for _ in range(10):
+            clock.now += 10
+            assert reasons(run) == []
+        run.step(tokens=800)  # 80 %
+    assert reasons(run) == []
 
 
 def test_positions_go_on_from_what_was_restored_and_counters_do_not() -> None:

@@ -48,7 +48,7 @@ def on_a_device() -> tuple[Run, Clock, Device]:
     clock = Clock()
     run = silent(clock, flops_per_token=10, peak_flops=100)
     device = Device(clock)
-    run.recorder.mark = device.mark
+    run.recorder.mark = run.recorder.step_mark = device.mark
     return run, clock, device
 
 
@@ -136,7 +136,7 @@ def test_a_moment_that_fails_costs_itself() -> None:
     run.step(tokens=8)
     device.moments[0].when = clock.now
     run.recorder.phase("forward", 1.0, Broken(clock.now))
-    run.recorder.mark = clock
+    run.recorder.mark = run.recorder.step_mark = clock
     run.step(tokens=8)
     assert total(run, m.TRAINING_STEPS_TOTAL) == 2
     assert total(run, m.TRAINING_HOOK_ERRORS_TOTAL) == 1

@@ -14,18 +14,24 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, Protocol
 
 import torch
 
+from flopwatch.training.totals import MissedMark
+
 Clock = Callable[[], float]
 Failed = Callable[[str, Exception], None]
 
-# Events in use, some hundred bytes each. Beyond that, for example in a hang, marks are the host's clock.
-MAX_EVENTS = 4096
+# Events in use, some hundred bytes each: enough for 10 s of a model of 81 FSDP2 groups. Beyond that, for example in a
+# hang, marks are missed. The last ones are kept for the ends of steps.
+MAX_EVENTS, STEP_EVENTS = 65_536, 64
+# Moments settled at a time, about a millisecond, so that the loop's thread gets the interpreter's lock in between.
+SLICE, PAUSE = 200, 0.001
 MAX_WAIT = 0.1  # seconds, for another thread that queries the device
 _THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
@@ -122,8 +128,8 @@ class Moment:
 class Moments:
     """Source of marks for any thread, in seconds of the host's `clock`.
 
-    If CUDA fails, `failed` is called once, and marks are the host's clock from then on. `short_of_events` counts marks
-    that were the host's clock because `max_events` were in use.
+    If CUDA fails, `failed` is called once, and marks are the host's clock from then on. `missed` counts the marks for
+    which no event was free, because `max_events` were in use.
     """
 
     def __init__(self, cuda: Cuda, clock: Clock, failed: Failed, max_events: int = MAX_EVENTS) -> None:
@@ -131,11 +137,22 @@ class Moments:
         self._devices: dict[int, _EventPool] = {}
         self._lines: dict[tuple[int, int], _Line] = {}
         self._making = threading.Lock()
-        self.short_of_events = 0
+        self._reserved = min(STEP_EVENTS, max_events // 16)
+        self.missed = 0
         self.broken = False
 
     def mark(self) -> float | Moment:
-        """Return a Moment on this thread's current stream, or the host's clock in seconds if CUDA cannot be used."""
+        """Return a Moment on this thread's current stream, or the host's clock in seconds if CUDA cannot be used.
+
+        A MissedMark stands for a Moment for which no event is free.
+        """
+        return self._mark(self._max_events - self._reserved)
+
+    def step_mark(self) -> float | Moment:
+        """Return the mark of a step's end, for which some events are reserved."""
+        return self._mark(self._max_events)
+
+    def _mark(self, limit: int) -> float | Moment:
         now = self._clock()
         try:
             if self.broken or self._cuda.capturing():
@@ -145,14 +162,13 @@ class Moments:
             if line is None:
                 return now
             device = line.device
-            try:
-                event = device.free.pop()
-            except IndexError:
-                if device.events >= self._max_events:
-                    self.short_of_events += 1
-                    return now
-                device.events += 1
-                event = self._cuda.event()
+            if (event := device.take(limit)) is None:
+                for other in tuple(self._lines.values()):
+                    if other.device is device:
+                        other.settle(wait=False)
+                if (event := device.take(limit)) is None:
+                    self.missed += 1
+                    return MissedMark(now)
             event.record(stream)
             moment = Moment(line, event, now)
             line.pending.append(moment)
@@ -187,6 +203,15 @@ class _EventPool:
         self.asked = threading.Lock()
         self.reference: tuple[TimingEvent, float] | None = None  # the last known moment, from which others are measured
 
+    def take(self, limit: int) -> TimingEvent | None:
+        """Return a free or a new event, or None if `limit` events are in use."""
+        if self.events - len(self.free) >= limit:
+            return None
+        with suppress(IndexError):
+            return self.free.pop()
+        self.events += 1
+        return self.cuda.event()
+
 
 class _Line:
     """Moments of one stream, which the device reaches in the order of recording."""
@@ -197,15 +222,26 @@ class _Line:
         self._last = float("-inf")  # time of the last moment reached: none is before it
 
     def ask(self) -> None:
-        """Set the time of every moment the device has reached."""
+        """Set the time of every moment the device has reached, with a pause after each SLICE."""
+        while self.settle():
+            time.sleep(PAUSE)
+
+    def settle(self, wait: bool = True) -> bool:
+        """Set the time of at most SLICE moments the device has reached. Return whether there may be more.
+
+        Without `wait`, do nothing while another thread does this.
+        """
         # With a timeout: a thread that queries a wedged driver never returns.
-        if not self.device.asked.acquire(timeout=MAX_WAIT):
-            return
+        if not self.device.asked.acquire(timeout=MAX_WAIT if wait else 0):
+            return False
         try:
             if self.pending:
                 with self.device.cuda.asking(self.device.index):
-                    while self.pending and self._settled(self.pending[0]):
+                    for _ in range(SLICE):
+                        if not self.pending or not self._settled(self.pending[0]):
+                            return False
                         self.pending.popleft()
+                    return True
         except Exception as error:
             self._give_up(error)
             while self.pending:
@@ -213,6 +249,7 @@ class _Line:
                 self._last = moment._at = max(moment._not_before, self._last)
         finally:
             self.device.asked.release()
+        return False
 
     def _settled(self, moment: Moment) -> bool:
         device, asked = self.device, self._clock()
