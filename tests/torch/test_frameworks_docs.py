@@ -165,6 +165,38 @@ def test_the_lines_of_megatrons_patch_call_what_there_is() -> None:
         inspect.signature(getattr(megatron, made.func.attr)).bind(*made.args)
 
 
+@pytest.mark.parametrize(
+    ("settings", "dtype"),
+    [
+        ({"fp4": "e2m1", "fp8": None}, "fp4"),
+        ({"fp4": None, "fp8": "hybrid"}, "fp8"),
+        ({"fp8": None}, "bf16"),
+        ({"bf16": False, "fp16": True}, "fp16"),
+        ({"bf16": False}, "tf32"),
+    ],
+)
+def test_megatrons_dtype_is_the_fastest_of_its_matmuls(settings: dict[str, Any], dtype: str) -> None:
+    megatron: Any = importlib.import_module("flopwatch.training.frameworks.megatron")
+    args = SimpleNamespace(**{"bf16": True, "fp16": False, "iteration": 0, **settings})
+    megatron.begin(args, name="gpt", world_size=1, rank=0)
+    labels = megatron.run.snapshot().points[BY_NAME["training_run_info"]][0][0]
+    megatron.finish()
+    assert labels["dtype"] == dtype
+
+
+def test_megatrons_weight_sharding_counts_among_the_replicas() -> None:
+    megatron: Any = importlib.import_module("flopwatch.training.frameworks.megatron")
+    args = SimpleNamespace(
+        bf16=True, fp16=False, iteration=0, seq_length=16, data_parallel_size=2, gtp_weight_remat_size=2
+    )
+    megatron.begin(args, name="gpt", world_size=8, rank=0, replica_ranks=2)
+    for _ in range(2):
+        megatron.step(args, 8, 4000.0)
+    assert value(megatron.run, "training_samples_total") == 2 * 8 / 8
+    assert value(megatron.run, "training_model_flops_total") == 4000 / 8  # the first was startup
+    megatron.finish()
+
+
 def test_megatrons_iterations_are_steps_of_all_replicas() -> None:
     megatron: Any = importlib.import_module("flopwatch.training.frameworks.megatron")
     args = SimpleNamespace(

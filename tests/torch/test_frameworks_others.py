@@ -149,7 +149,7 @@ class Trainer:
         )
         meshes = {"batch": Mesh(rank=0, ranks=1)}
         self.parallel_dims: Any = SimpleNamespace(
-            get_optional_mesh=meshes.get, non_data_parallel_size=1, fsdp_enabled=True
+            get_optional_mesh=meshes.get, non_data_parallel_size=1, fsdp_enabled=False
         )
         self.logged: list[tuple[dict[str, float], int]] = []
         outer = self

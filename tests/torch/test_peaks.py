@@ -57,6 +57,14 @@ def test_every_name_of_the_reference_answers_its_row_or_refuses(row: dict[str, s
         ("NVIDIA PG509-210", "bf16", 312),
         ("NVIDIA A100-SXM4-80GB", "int8", 624),
         ("Tesla V100-SXM2-16GB", "fp16", 125),
+        ("Tesla V100-SXM3-32GB", "fp16", 125),
+        ("Tesla V100-PCIE-32GB", "fp16", 112),
+        ("NVIDIA H100 80GB HBM2e", "bf16", 756),
+        ("NVIDIA B100", "fp4", 7000),
+        ("NVIDIA GB10", "fp4", 500),
+        ("NVIDIA A2", "bf16", 18),
+        ("NVIDIA GeForce RTX 5080", "fp8", 225.1),
+        ("Quadro RTX 6000", "fp16", 130.5),
     ],
 )
 def test_a_known_card_has_its_dense_peak(name: str, dtype: str, tflops: float) -> None:
@@ -130,10 +138,13 @@ def test_peaks_agree_with_the_silicon(name: str, sms: int, flops_per_clock: int,
             "bf16",
             "'NVIDIA GeForce RTX 4090 Laptop GPU' is not in the table of peaks; give the name as nvidia-smi prints it",
         ),
+        ("GRID A100D-80C", "bf16", "'GRID A100D-80C' is a virtual GPU, a share of a card"),
+        ("NVIDIA A100-40C", "bf16", "'NVIDIA A100-40C' is a virtual GPU, a share of a card"),
         (
-            "GRID A100D-80C",
+            "NVIDIA A100-SXM-64GB",
             "bf16",
-            "'GRID A100D-80C' is not in the table of peaks; give the name as nvidia-smi prints it",
+            "'NVIDIA A100-SXM-64GB' is ambiguous: a custom A100 with more multiprocessors, for which NVIDIA prints no "
+            "peak",
         ),
         (
             "H100 80GB HBM3",

@@ -38,6 +38,8 @@ def peak(nvml_name: str, dtype: str) -> Peak:
         raise UnknownPeak(f"no peaks are known for dtype {dtype!r}, only for {', '.join(DTYPES)}")
     if re.search(r" MIG \d+[cg]\.", nvml_name):
         raise UnknownPeak(f"{nvml_name!r} is a MIG slice, a fraction of a card")
+    if nvml_name.startswith("GRID ") or re.search(r"-\d+[ABCQ]$", nvml_name):
+        raise UnknownPeak(f"{nvml_name!r} is a virtual GPU, a share of a card")
     row = _table().get(nvml_name)
     if row is None:
         raise UnknownPeak(f"{nvml_name!r} is not in the table of peaks; give the name as nvidia-smi prints it")

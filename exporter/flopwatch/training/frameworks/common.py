@@ -383,6 +383,12 @@ def accelerate_replica() -> tuple[int | None, Any]:
     return ranks, mesh
 
 
+def accelerate_precision() -> str:
+    """Return Accelerate's mixed precision: no, bf16, fp16, fp8, or "" if no Accelerator was made."""
+    state = framework("accelerate.state").AcceleratorState
+    return str(state().mixed_precision) if state._shared_state else ""
+
+
 def begin(name: str | None, facts: Callable[[], dict[str, Any]], given: Mapping[str, Any]) -> Run:
     """Return a Run with the `given` arguments, completed by the framework's `facts()`, whose errors are logged."""
     arguments = {"name": name, "step_source": "trainer"}
@@ -394,10 +400,13 @@ def begin(name: str | None, facts: Callable[[], dict[str, Any]], given: Mapping[
 
 
 def matmul_dtype(*, precision: str) -> str:
-    """Return the dtype, as in peaks.py, for a trainer's precision: bf16-mixed, 16-true, fp16, torch.float32, no, ..."""
+    """Return the dtype, as in peaks.py, for a trainer's precision: bf16-mixed, 16-true, fp16, torch.float32, no, ...
+
+    An unknown word is returned as it is. It has no peak, so the run has no MFU.
+    """
     name = precision.removeprefix("torch.").partition("-")[0]
     dtypes = {"bfloat16": "bf16", "bf16": "bf16", "16": "fp16", "float16": "fp16", "fp16": "fp16"}
-    dtypes |= {"fp8": "fp8", "transformer": "fp8", "64": "fp64", "float64": "fp64"}
-    if name in dtypes:
-        return dtypes[name]
+    dtypes |= {"fp8": "fp8", "transformer": "fp8", "64": "fp64", "float64": "fp64", "nvfp4": "fp4", "mxfp8": "fp8"}
+    if name not in ("32", "float32", "fp32", "tf32", "no"):
+        return dtypes.get(name, name)
     return "tf32" if framework("torch").get_float32_matmul_precision() != "highest" else "fp32"

@@ -45,6 +45,8 @@ def watch(
 
 def _facts(engine: Any) -> dict[str, Any]:
     precision = "bf16" if engine.bfloat16_enabled() else "fp16" if engine.fp16_enabled() else "32"
+    if getattr(engine, "torch_autocast_enabled", bool)():
+        precision = str(engine.torch_autocast_dtype())
     parallel = engine.mpu if hasattr(engine.mpu, "get_data_parallel_rank") else None
     replica = common.framework("torch.distributed").get_world_size() // engine.dp_world_size
     return {"dtype": common.matmul_dtype(precision=precision), "parallel": parallel, "replica_ranks": replica}

@@ -141,5 +141,7 @@ class FlopwatchCallback(common.ReporterMixin, _transformers.TrainerCallback):  #
 def _facts(args: Any, model: Any, convention: str) -> dict[str, Any]:
     replica, mesh = common.accelerate_replica()
     precision = "bf16" if args.bf16 else "fp16" if args.fp16 else str(getattr(model, "dtype", "32"))
+    # Accelerate's fp8 replaces what the arguments say (ACCELERATE_MIXED_PRECISION, `accelerate launch`).
+    precision = "fp8" if common.accelerate_precision() == "fp8" else precision
     dtype = common.matmul_dtype(precision=precision)
     return {"replica_ranks": replica, "parallel": mesh, "dtype": dtype, "convention": convention}

@@ -17,21 +17,27 @@ def begin(args: Any, **arguments: Any) -> None:
     """Make the Run from Megatron's arguments `args` and from arguments of Run. Call it when training begins."""
     global run
     try:
-        # Megatron's fp8 runs have matmuls of two dtypes. With the faster one's peak, MFU is never too high.
-        dtype = "fp8" if getattr(args, "fp8", None) else "bf16" if args.bf16 else "fp16" if args.fp16 else "tf32"
+        # Megatron's fp4 and fp8 runs have matmuls of two dtypes. With the faster one's peak, MFU is never too high.
+        low = next((name for name in ("fp4", "fp8") if getattr(args, name, None)), None)
+        dtype = low or ("bf16" if args.bf16 else "fp16" if args.fp16 else "tf32")
         run = Run(**{"step_source": "trainer", "convention": "causal", "dtype": dtype, **arguments})
         if args.iteration:
             consumed = args.consumed_train_samples * args.seq_length
-            run.restored(args.iteration, consumed / args.data_parallel_size)
+            run.restored(args.iteration, consumed / _replicas(args))
     except Exception as error:
         _failed("begin", error)
+
+
+def _replicas(args: Any) -> int:
+    """Return how many groups of ranks share the batch. Megatron's data_parallel_size excludes weight sharding (gtp)."""
+    return int(args.data_parallel_size) * int(getattr(args, "gtp_weight_remat_size", None) or 1)
 
 
 def step(args: Any, samples: int, flops: float, tokens: float | None = None) -> None:
     """Record an iteration with the samples, FLOPs and, needed only if samples are packed, tokens of all ranks."""
     try:
         if run is not None:
-            replicas = args.data_parallel_size
+            replicas = _replicas(args)
             tokens = samples * args.seq_length if tokens is None else tokens
             run.step(global_tokens=tokens, flops=flops / replicas, samples=samples / replicas)
     except Exception as error:

@@ -101,7 +101,8 @@ def _facts(trainer: Any) -> dict[str, Any]:
     for name, axis in (("dp", "batch"), ("tp", "tp"), ("pp", "pp"), ("cp", "cp"), ("ep", "ep")):
         if (mesh := dims.get_optional_mesh(axis)) is not None:
             groups[name] = (mesh.get_local_rank(), mesh.size())
-    precision = training.mixed_precision_param if dims.fsdp_enabled else training.dtype
+    # torchtitan installs the mixed precision even if nothing is sharded (apply_fsdp in its parallelize functions).
+    precision = training.dtype if training.dtype == "bfloat16" else training.mixed_precision_param
     dtype = common.matmul_dtype(precision=precision)
     facts = {"replica_ranks": dims.non_data_parallel_size, "parallel": groups, "dtype": dtype}
     if not metrics.has_quantization and metrics.num_flops_per_token > 0:

@@ -1,5 +1,6 @@
 """Snapshots of a run: totals, gauges and declared facts as of one instant, ready for the OTLP encoder."""
 
+import logging
 import sys
 
 from flopwatch import catalogue as m
@@ -11,6 +12,12 @@ from flopwatch.training.recorder import Recorder, Snapshot
 from flopwatch.training.run_info import RunInfo
 from flopwatch.training.totals import DURATION_BOUNDS, Totals
 
+IMPLAUSIBLE_MFU = 0.95  # above this, the peak or the FLOPs are wrong
+# In steps. The FLOPs of the step that was open at the begin of the interval are counted too much, by 5 % at most.
+CHECKED_SECONDS, CHECKED_STEPS = 60.0, 20
+
+log = logging.getLogger("flopwatch")
+
 Points = dict[Metric, list[tuple[dict[str, str], float]]]
 
 
@@ -21,6 +28,7 @@ class Snapshots:
         self._recorder, self._info = recorder, info
         self._stuck = StuckFrames()
         self._submission = launcher.Submission(info.environ)
+        self._checked = (0.0, 0, 0.0)  # seconds in steps, steps and FLOPs up to which the MFU was plausible
 
     def take(self, *, last: bool = False) -> Snapshot:
         """Return the totals up to now. The `last` one calls no poll callbacks and does not wait for the device."""
@@ -62,6 +70,7 @@ class Snapshots:
 
     def _points(self, totals: Totals, seconds: dict[str, float]) -> Points:
         recorder, info = self._recorder, self._info
+        self._check_mfu(totals, seconds["step"] + seconds["data_stall"])
         unlabelled = self._unlabelled(totals, seconds).items()
         points: Points = {metric: [({}, float(value))] for metric, value in unlabelled if value is not None}
         for metric, samples in totals.others.items():
@@ -78,6 +87,20 @@ class Snapshots:
         if recorder.rank == 0:
             points[m.TRAINING_RUN_INFO] = [(self._run_labels(totals.convention), 1.0)]
         return points
+
+    def _check_mfu(self, totals: Totals, stepping: float) -> None:
+        """Drop the peak for good if the MFU of a minute in steps is higher than any card reaches."""
+        info, (since, steps, flops) = self._info, self._checked
+        if info.peak is None or totals.no_flops_because is not None:
+            return
+        if stepping - since < CHECKED_SECONDS or totals.steps - steps < CHECKED_STEPS:
+            return
+        mfu = (totals.flops - flops) / (info.peak * (stepping - since))
+        self._checked = (stepping, totals.steps, totals.flops)
+        if mfu > IMPLAUSIBLE_MFU:
+            info.peak, info.no_peak_because = None, "implausible"
+            message = "no MFU: %.0f %% is more than any GPU reaches. Check dtype (%s), flops_per_token and peak_flops"
+            log.warning(message, 100 * mfu, info.dtype)
 
     def _unlabelled(self, totals: Totals, seconds: dict[str, float]) -> dict[Metric, float | None]:
         """Return the values of the families without labels of their own, None where there is no sample."""
