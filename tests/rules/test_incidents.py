@@ -68,11 +68,12 @@ def dead_leaf() -> Rehearsal:
 
 
 def upgrade() -> Rehearsal:
+    step = 30.0  # an interval of scrapes that takes promtool half as long
     if FULL:
-        return rehearse(SCENARIOS["rolling_maintenance"])
+        return rehearse(SCENARIOS["rolling_maintenance"], step=step)
     return rehearse(
         replace(ALONE, spares=4),
-        step=30.0,
+        step=step,
         after=600.0,
         faults=[
             Fault(600.0 + 1500 * batch, "maintenance", nodes=tuple(range(4 * batch, 4 * batch + 4)), lasts=1600.0)
