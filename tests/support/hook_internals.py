@@ -210,8 +210,8 @@ def main() -> None:
     expected = job(False)
     assert job(True) == expected
     seen = called(job)
-    # All sources are parsed before anything is broken. The hook's threads then log tracebacks, for which they parse
-    # sources too, and up to Python 3.11.8 two threads that parse at a time may raise SystemError (gh-106905).
+    # All sources are parsed before anything is broken. Threads then log tracebacks, for which they parse sources, too.
+    # Before Python 3.13, SystemError may be raised if two threads parse at a time (gh-106905).
     chosen = {
         name: (function, places)
         for name, (function, places) in sorted(functions().items())

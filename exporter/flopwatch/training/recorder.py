@@ -7,6 +7,7 @@ Errors are counted in training_hook_errors_total, and the first few are logged.
 import logging
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from threading import get_ident
@@ -59,6 +60,17 @@ def text_of(value: object) -> str:
         return str(value)
     except BaseException:
         return type(value).__name__
+
+
+def _stack(error: BaseException) -> str:
+    """Return the lines of a traceback without the marks below them.
+
+    For the marks, Python parses sources. Before Python 3.13, if two threads parse at a time, one may raise SystemError.
+    That thread may be the job's (https://github.com/python/cpython/issues/106905).
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [f"  {frame.filename}:{frame.lineno}, in {frame.name}: {frame.line}" for frame in frames]
+    return "\n".join(["", *lines, type(error).__name__])
 
 
 class Recorder:
@@ -115,9 +127,8 @@ class Recorder:
             if text not in logged and len(logged) < MAX_LOGGED_ERRORS:
                 logged.add(text)
                 usage = isinstance(error, (TypeError, ValueError, RuntimeError))
-                log.warning(
-                    "run.%s: %s (training goes on; this is logged once)", what, text, exc_info=None if usage else error
-                )
+                stack = "" if usage else _stack(error)
+                log.warning("run.%s: %s (training goes on; this is logged once)%s", what, text, stack)
         except Exception:
             pass  # a log handler of the job fails; the error is counted
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import math
 import multiprocessing
 import random
 import sys
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -408,6 +411,18 @@ def test_an_error_that_cannot_even_be_printed_is_counted() -> None:
     run = silent()
     run.recorder.failed("step", Unspeakable())
     assert total(run, m.TRAINING_HOOK_ERRORS_TOTAL) == 1
+
+
+def test_an_error_is_logged_with_its_stack_and_no_source_is_parsed_for_it(caplog: pytest.LogCaptureFixture) -> None:
+    run = silent()
+    polls: dict[str, Callable[[], None]] = {}
+    run.recorder.poll(lambda: polls["a"]())
+    # Another thread may be parsing, and before Python 3.13 that is not safe for two.
+    with patch("ast.parse", wraps=ast.parse) as parse:
+        run.snapshot()
+    assert parse.call_count == 0
+    assert f"{__file__}:" in caplog.text
+    assert ', in <lambda>: run.recorder.poll(lambda: polls["a"]())\nKeyError\n' in caplog.text
 
 
 def test_a_failing_poll_does_not_keep_the_rest_from_being_sent(monkeypatch: pytest.MonkeyPatch) -> None:
