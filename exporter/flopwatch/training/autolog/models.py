@@ -10,6 +10,7 @@ import torch
 
 from flopwatch.training.autolog.loop import LoopState
 from flopwatch.training.recorder import Recorder
+from flopwatch.training.torch.graphed import making
 
 
 class ModelFinder:
@@ -58,7 +59,9 @@ class ModelFinder:
 
     def _called(self, module: torch.nn.Module) -> None:
         loop = self._loop
-        if module in self._known or not module.training or not torch.is_grad_enabled() or not loop.on_this_thread():
+        if making() or module in self._known or not module.training:
+            return
+        if not torch.is_grad_enabled() or not loop.on_this_thread():
             return
         run = loop.active_run()
         if run is None or not any(parameter.requires_grad for parameter in module.parameters()):

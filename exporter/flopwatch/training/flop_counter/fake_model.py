@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from flopwatch.training.flop_counter.operators import Counter
 from flopwatch.training.flop_counter.results import Uncountable
+from flopwatch.training.torch.graphed import uncaptured
 
 MAX_ITEMS = 10_000  # elements of a list in a module: more are a data set
 
@@ -80,6 +81,8 @@ class FakeModels:
             if name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")) and isinstance(value, dict):
                 state[name] = OrderedDict()
         state["_compiled_call_impl"] = None
+        if "forward" in state:
+            state["forward"] = uncaptured(state["forward"])  # a graph's replay would run on the device
         # No recomputation in the forward: Hugging Face's blocks read this attribute.
         if state.get("gradient_checkpointing") is True:
             state["gradient_checkpointing"] = False
