@@ -61,6 +61,9 @@ TRAINING_PHASE_SECONDS_TOTAL = counter("training_phase_seconds_total",
 TRAINING_COLLECTIVE_WAIT_SECONDS_TOTAL = counter("training_collective_wait_seconds_total",
     "Time this rank waited for others in collectives, in measured steps. The straggler waits least.", RANK,
     "flopwatch.training.torch.waits")
+TRAINING_COLLECTIVE_WAIT_UNAVAILABLE = gauge("training_collective_wait_unavailable",
+    "1 with the reason why this rank's wait for other ranks is not measured. Absent if it is measured.",
+    (*RANK, "reason"), "flopwatch.training.torch.waits")
 TRAINING_MEASURED_STEP_SECONDS_TOTAL = counter("training_measured_step_seconds_total",
     "Duration of the steps in which training_collective_wait_seconds_total was measured. Steps next to a checkpoint or "
     "evaluation are left out.", RANK, "flopwatch.training.run")

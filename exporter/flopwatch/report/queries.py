@@ -211,6 +211,10 @@ class RunQueries:
                 f"The wait for other ranks was measured on {waits:.0f} of {ranks:.0f} ranks. A straggler is named only "
                 "if all are measured; docs/stragglers.md lists where that is possible."
             )
+        reasons = self._now(f"count by (reason) ({self._last(m.TRAINING_COLLECTIVE_WAIT_UNAVAILABLE)} == 1)")
+        missed += [
+            f"{one.points[0][1]:.0f} ranks had no measured wait: {one.labels.get('reason', '')}." for one in reasons
+        ]
         errors = self._value(f"sum(increase({m.TRAINING_HOOK_ERRORS_TOTAL}{self.training}[{self._window}]))")
         if errors is not None and errors >= 0.5:
             missed.append(f"The training hook swallowed {errors:.0f} errors; see the job's log.")

@@ -93,6 +93,8 @@ class Recorder:
         self.steps_taken = 0  # since the process started
         self.check_at = 1  # the next step at which the loop calls `schedule`
         self.measuring = True  # phases and waits of the open step
+        self.waited_at = 0  # steps taken before the last wait
+        self.no_wait_because: str | None = None  # reason why waits are not measured
         self.in_wait = False  # in the loop's thread, so that a wait inside another one counts once
         self.polls: list[Callable[[], None]] = []
         self.gauges: dict[tuple[Metric, tuple[tuple[str, str], ...]], float] = {}
@@ -205,11 +207,12 @@ class Recorder:
 
     def waited(self, began: Mark, ended: Mark) -> None:
         """Record that this rank waited for other ranks between two marks. The open step then counts as measured."""
+        self.waited_at = self.steps_taken
         self.record((Totals.waited, ended, began, ended))
 
     def measures_wait(self) -> None:
         """Declare that every measured step calls `waited`. Afterwards, a step without that call is not measured."""
-        self.totals.measures_wait = True
+        self.totals.measures_wait, self.no_wait_because = True, None
 
     def add(self, metric: Metric, amount: float = 1.0, **labels: str) -> None:
         """Add `amount` to the counter `metric` with these labels."""

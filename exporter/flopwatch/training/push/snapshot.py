@@ -83,6 +83,8 @@ class Snapshots:
         points[m.TRAINING_ACTIVITY_SECONDS_TOTAL] = [({"activity": name}, s) for name, s in seconds.items()]
         reasons = (info.no_peak_because, totals.no_flops_because)
         points[m.TRAINING_MFU_UNAVAILABLE] = [({"reason": r}, 1.0) for r in reasons if r is not None]
+        if recorder.no_wait_because is not None and not totals.measures_wait:
+            points[m.TRAINING_COLLECTIVE_WAIT_UNAVAILABLE] = [({"reason": recorder.no_wait_because}, 1.0)]
         points[m.TRAINING_RANK_INFO] = [(self._rank_labels(), 1.0)]
         if recorder.rank == 0:
             points[m.TRAINING_RUN_INFO] = [(self._run_labels(totals.convention), 1.0)]

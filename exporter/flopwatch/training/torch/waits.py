@@ -27,10 +27,15 @@ log = logging.getLogger("flopwatch")
 # About how many parameters have a hook. One is not enough, because a step may leave out its part of the model.
 WATCHED_PARAMETERS = 4
 STEPS_TO_BE_SURE = 2  # steps without a wait after which a warning is logged
+MEASURED_STEPS_TO_BE_SURE = 10  # the same for a model that had waits before
 
 
 class Unmeasured(Exception):
-    """Error raised when the wait for other ranks cannot be measured. The message gives the reason."""
+    """Error raised when the wait for other ranks cannot be measured. `reason` is the label of its series."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class Watch:
@@ -38,13 +43,13 @@ class Watch:
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
-        self._seen = False
+        self._seen = self._captured = self._removed = False
         self._first_position: int | None = None
         self.handles: list[Any] = []  # of hooks, and of what was replaced
 
     def remove(self) -> None:
         """Remove all hooks on parameters, and restore the replaced methods of FSDP2 and torch.distributed."""
-        self._seen = True  # no warning from now on
+        self._removed = True
         while self.handles:
             self.handles.pop().remove()
 
@@ -55,6 +60,7 @@ class Watch:
             if not recorder.measuring or recorder.in_wait:
                 return None
             if cuda.is_initialized() and cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
+                self._captured = True
                 return None
             recorder.in_wait = True
             return recorder.mark()
@@ -68,9 +74,9 @@ class Watch:
         try:
             if began is not None:
                 recorder.in_wait = False
-                if not self._seen:
-                    self._seen = True
+                if not recorder.totals.measures_wait:
                     recorder.measures_wait()
+                self._seen = True
                 recorder.waited(began, recorder.mark())
         except Exception as error:
             self.failed(error)
@@ -80,15 +86,29 @@ class Watch:
         self.recorder.failed("watch", error)
 
     def check(self) -> None:
-        """Log once if the model's first steps had no wait for other ranks. Called before each push."""
-        position = self.recorder.position
-        if self._seen or position is None:
+        """Report that the model's first steps had no wait for other ranks, or that waits ended. Called at each push."""
+        recorder, position = self.recorder, self.recorder.position
+        if self._removed or recorder.no_wait_because is not None or position is None:
             return
-        if self._first_position is None:
-            self._first_position = position
-        elif position >= self._first_position + STEPS_TO_BE_SURE:
-            self._seen = True
-            log.warning("the wait for other ranks is not measured: no wait was seen in the model's first steps")
+        if not self._seen:
+            if self._first_position is None:
+                self._first_position = position
+            elif position >= self._first_position + STEPS_TO_BE_SURE:
+                refuse(recorder, Unmeasured("no_wait", "no wait was seen in the model's first steps"))
+        elif recorder.steps_taken - recorder.waited_at > MEASURED_STEPS_TO_BE_SURE * recorder.measure_every:
+            # From now on, steps without a wait are measured, so that the run keeps its phases.
+            recorder.totals.measures_wait = False
+            if self._captured:
+                why = Unmeasured("cuda_graph", "the model was captured into a CUDA graph, whose replays run no hooks")
+            else:
+                why = Unmeasured("waits_ended", "the model waits no more, for example because a CUDA graph replaces it")
+            refuse(recorder, why)
+
+
+def refuse(recorder: Recorder, why: Unmeasured) -> None:
+    """Log why the wait for other ranks is not measured, and set the reason of its series."""
+    recorder.no_wait_because = why.reason
+    log.warning("the wait for other ranks is not measured: %s", why)
 
 
 def watch(recorder: Recorder, model: object = None) -> Watch:
@@ -96,8 +116,8 @@ def watch(recorder: Recorder, model: object = None) -> Watch:
     watched = Watch(recorder)
     try:
         _watch(watched, model)
-    except Unmeasured as reason:
-        log.warning("the wait for other ranks is not measured: %s", reason)
+    except Unmeasured as why:
+        refuse(recorder, why)
     return watched
 
 
@@ -105,11 +125,11 @@ def _watch(watched: Watch, model: object) -> None:
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return  # a single rank never waits
     if "pp" in (others := _others(watched.recorder)):
-        raise Unmeasured("a pipeline's stages wait for one another even if no rank is slow")
+        raise Unmeasured("pipeline", "a pipeline's stages wait for one another even if no rank is slow")
     model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
     if not isinstance(model, torch.nn.Module):
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            raise Unmeasured("on cuda the device waits, not the host; pass Run(model=...)")
+            raise Unmeasured("no_model", "on cuda the device waits, not the host; pass Run(model=...)")
         _watch_host(watched)
         return
     reducers = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
@@ -121,12 +141,15 @@ def _watch(watched: Watch, model: object) -> None:
         _watch_host(watched)
     elif others or any(_tensor_parallel(group) for group in groups):
         raise Unmeasured(
+            "other_groups",
             f"on {names} the waits in other groups than the data-parallel ones are not "
-            "seen, and without them another rank of the straggler's group would be blamed"
+            "seen, and without them another rank of the straggler's group would be blamed",
         )
     elif not reducers and not groups:
         kind = type(model).__name__
-        raise Unmeasured(f"on {names} the device waits, not the host, and a {kind} is neither DDP nor FSDP2")
+        raise Unmeasured(
+            "other_model", f"on {names} the device waits, not the host, and a {kind} is neither DDP nor FSDP2"
+        )
     else:
         for group in groups:
             _watch_group(watched, group)
@@ -221,7 +244,7 @@ def _fsdp_groups(model: torch.nn.Module) -> Iterator[Any]:
                 # One group a module until torch 2.10.
                 groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
             except AttributeError as error:
-                raise Unmeasured(f"this PyTorch's FSDP2 is not as expected: {error}") from error
+                raise Unmeasured("unknown_pytorch", f"this PyTorch's FSDP2 is not as expected: {error}") from error
             for group in groups:
                 if group is not None and id(group) not in seen:
                     seen.add(id(group))
@@ -234,7 +257,7 @@ def _watch_group(watched: Watch, group: Any) -> None:
         wait_for_unshard, post_backward = group.wait_for_unshard, group.post_backward
         wait_for_post_backward, finalize_backward = group._wait_for_post_backward, group.finalize_backward
     except AttributeError as error:
-        raise Unmeasured(f"this PyTorch's FSDP2 is not as expected: {error}") from error
+        raise Unmeasured("unknown_pytorch", f"this PyTorch's FSDP2 is not as expected: {error}") from error
     in_post_backward: Mark | None = None
 
     def timed_wait_for_unshard() -> None:
