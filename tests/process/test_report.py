@@ -164,6 +164,7 @@ def test_the_rank_that_was_late_and_the_link_with_errors_are_named_with_their_pl
 
 def test_missing_measurements_are_listed(report: dict[str, Any]) -> None:
     assert any("measured on 7 of 8 ranks" in line for line in report["missed"])
+    assert "1 ranks had no measured wait: cuda_graph." in report["missed"]
 
 
 def test_each_loss_in_the_ledger_has_its_place(url: str, ledger: str, base: float) -> None:

@@ -111,6 +111,9 @@ def whole_world(base: float) -> World:
             world.add(m.TRAINING_RANK_INFO.name, info, 1, at)
             if rank != 7:
                 world.add(queries.WAIT, {"run": "r", "rank": str(rank)}, 0.1, at)
+            else:
+                reason = {"run": "r", "rank": "7", "reason": "cuda_graph"}
+                world.add(m.TRAINING_COLLECTIVE_WAIT_UNAVAILABLE.name, reason, 1, at)
         world.add(queries.RUN_MFU, {"run": "r"}, 0.4, at)
         world.add(queries.RUN_SCORE, {"run": "r"}, 0.2, at)
         if step % 4 == 0:
