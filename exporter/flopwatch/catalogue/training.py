@@ -59,7 +59,8 @@ TRAINING_PHASE_SECONDS_TOTAL = counter("training_phase_seconds_total",
     "Time in a phase of the measured steps: host_to_device, forward, backward, optimizer, garbage_collection. Phases "
     "may overlap. Absent for a phase that cannot be measured.", (*RANK, "phase"), "flopwatch.training.torch.phases")
 TRAINING_COLLECTIVE_WAIT_SECONDS_TOTAL = counter("training_collective_wait_seconds_total",
-    "Time this rank waited for others in collectives, in measured steps. The straggler waits least.", RANK,
+    "Time of collectives that computation did not hide, in measured steps: wait for other ranks, and transfer. The "
+    "straggler has the least.", RANK,
     "flopwatch.training.torch.waits")
 TRAINING_COLLECTIVE_WAIT_UNAVAILABLE = gauge("training_collective_wait_unavailable",
     "1 with the reason why this rank's wait for other ranks is not measured. Absent if it is measured.",

@@ -231,9 +231,9 @@ def _queue(callback: Callable[[], None]) -> None:
 
 def _fsdp_groups(model: torch.nn.Module) -> Iterator[Any]:
     """Yield FSDP2's parameter groups of this model. Raises Unmeasured for an unknown release of PyTorch."""
-    # Looked up, not imported: a sharded model has imported it.
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    module_type = getattr(fsdp, "FSDPModule", None)
+    # Looked up, not imported: a sharded model has imported it. The second one has it in torch 2.4 and 2.5.
+    places = [sys.modules.get("torch.distributed." + name) for name in ("fsdp", "_composable.fsdp")]
+    module_type = next((kind for place in places if (kind := getattr(place, "FSDPModule", None)) is not None), None)
     if module_type is None:
         return
     seen = set()
@@ -254,11 +254,13 @@ def _fsdp_groups(model: torch.nn.Module) -> Iterator[Any]:
 def _watch_group(watched: Watch, group: Any) -> None:
     """Bracket the compute stream's waits for one FSDP2 parameter group. Raises Unmeasured."""
     try:
-        wait_for_unshard, post_backward = group.wait_for_unshard, group.post_backward
+        wait_for_unshard, post_backward, reshard = group.wait_for_unshard, group.post_backward, group.reshard
         wait_for_post_backward, finalize_backward = group._wait_for_post_backward, group.finalize_backward
     except AttributeError as error:
         raise Unmeasured("unknown_pytorch", f"this PyTorch's FSDP2 is not as expected: {error}") from error
-    in_post_backward: Mark | None = None
+    current_stream = getattr(group, "device_handle", torch.cuda).current_stream
+    in_post_backward = False
+    reducing: Mark | None = None  # since when the stream may wait for an earlier reduce-scatter
 
     def timed_wait_for_unshard() -> None:
         # The wait with which the original method begins, so that the copy after it does not count.
@@ -267,7 +269,7 @@ def _watch_group(watched: Watch, group: Any) -> None:
             result = group._all_gather_result
             if result is not None and (began := watched.begins()) is not None:
                 if result.all_gather_event is not None:
-                    group.device_handle.current_stream().wait_event(result.all_gather_event)
+                    current_stream().wait_event(result.all_gather_event)
                 if result.all_gather_work is not None:
                     result.all_gather_work.wait()
         except Exception as error:
@@ -276,19 +278,28 @@ def _watch_group(watched: Watch, group: Any) -> None:
         wait_for_unshard()
 
     def timed_post_backward(*unused: object) -> None:
-        nonlocal in_post_backward
-        in_post_backward = watched.begins()
+        nonlocal in_post_backward, reducing
+        in_post_backward = True
+        if not getattr(group, "reshard_after_backward", True):
+            reducing = watched.begins()
         try:
             post_backward(*unused)
         finally:
-            if in_post_backward is not None:  # there was nothing to reduce
-                in_post_backward, watched.recorder.in_wait = None, False
+            in_post_backward = False
+            if reducing is not None:  # there was nothing to reduce
+                reducing, watched.recorder.in_wait = None, False
+
+    def timed_reshard() -> None:
+        # Called by post_backward after its casts of gradients, and right before its wait.
+        nonlocal reducing
+        reshard()
+        if in_post_backward and reducing is None:
+            reducing = watched.begins()
 
     def timed_wait_for_post_backward() -> None:
-        # Between the beginning of post_backward and here the stream waits for an earlier reduce-scatter.
-        nonlocal in_post_backward
+        nonlocal reducing
         wait_for_post_backward()
-        began, in_post_backward = in_post_backward, None
+        began, reducing = reducing, None
         watched.ends(began)
 
     def timed_finalize_backward() -> None:
@@ -300,7 +311,13 @@ def _watch_group(watched: Watch, group: Any) -> None:
         finally:
             watched.ends(began)
 
-    for ours in (timed_wait_for_unshard, timed_post_backward, timed_wait_for_post_backward, timed_finalize_backward):
+    for ours in (
+        timed_wait_for_unshard,
+        timed_post_backward,
+        timed_reshard,
+        timed_wait_for_post_backward,
+        timed_finalize_backward,
+    ):
         name = ours.__name__.removeprefix("timed_")
         watched.handles.append(_Replaced(group, "_" + name if name == "wait_for_post_backward" else name, ours))
 
