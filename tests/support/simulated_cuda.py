@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -74,6 +75,7 @@ class SimulatedCuda:
     broken_captures: int = 0
     queries: int = 0
     events: int = 0
+    calls: Counter[str] = field(default_factory=Counter)  # from the thread that marks, without events
     untouched: tuple[int, ...] = ()
     current: SimulatedStream = field(init=False)
     errors: list[str] = field(default_factory=list)
@@ -82,9 +84,15 @@ class SimulatedCuda:
         self.current = SimulatedStream(self)
 
     def capturing(self) -> bool:
+        self.calls["capturing"] += 1
         return self.is_capturing
 
+    def key(self) -> tuple[int, int]:
+        self.calls["key"] += 1
+        return self.current.device_index, self.current.stream_id
+
     def stream(self) -> SimulatedStream:
+        self.calls["stream"] += 1
         return self.current
 
     def in_use(self, device_index: int) -> bool:

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from flopwatch.training.torch import device
 from flopwatch.training.torch.device import Moment
-from flopwatch.training.totals import MissedMark, Totals
+from flopwatch.training.totals import CapturedMark, MissedMark, Totals
 from tests.support.machine import PATIENCE
 from tests.support.simulated_cuda import SimulatedCuda, SimulatedStream
 
@@ -259,8 +259,33 @@ def test_events_are_used_again_once_they_are_free() -> None:
 
 def test_while_a_graph_is_captured_now_is_the_hosts_and_no_event_is_recorded() -> None:
     cuda = SimulatedCuda(is_capturing=True)
-    assert cuda.moments().mark() == 1000.0
+    mark = cuda.moments().mark()
+    assert (mark, type(mark)) == (1000.0, CapturedMark)
     assert cuda.events == 0
+
+
+def test_a_stream_is_looked_up_by_its_handle_and_made_an_object_once() -> None:
+    cuda = SimulatedCuda()
+    moments = cuda.moments()
+    for stream_id in (0, 1, 0, 1):
+        cuda.current = SimulatedStream(cuda, stream_id=stream_id)
+        moments.mark()
+    assert cuda.calls == {"capturing": 4, "key": 4, "stream": 2}
+
+
+def test_a_mark_after_another_is_on_its_stream_and_asks_nothing() -> None:
+    cuda = SimulatedCuda()
+    moments = cuda.moments()
+    first = cuda.current
+    began = moment(moments.mark())
+    cuda.current = SimulatedStream(cuda, stream_id=1)
+    cuda.calls.clear()
+    first.work(0.5)
+    ended = moments.mark_after(began)
+    cuda.now += 1
+    assert (at(began), at(ended)) == (1000.0, 1000.5)
+    assert cuda.calls == {}
+    assert at(moments.mark_after(1000.0)) == 1001.0
 
 
 def test_asking_breaks_no_capture_of_another_thread() -> None:

@@ -539,7 +539,7 @@ def test_on_a_device_that_is_behind_the_phases_are_its_own() -> None:
     cuda = SimulatedCuda()
     run = Run("tiny", clock=lambda: cuda.now, environ={"FLOPWATCH_DISABLE": "1"})
     run.recorder.measure_every = 1
-    run.recorder.mark = cuda.moments().mark
+    run.recorder.mark = run.recorder.step_mark = cuda.moments().mark
     model = Model(lambda: cuda.current.work(0.1), lambda: cuda.current.work(0.2))
     optimizer = Sgd(model.parameters(), lr=0.1)
     optimizer.does = lambda: cuda.current.work(0.05)

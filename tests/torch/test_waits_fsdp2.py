@@ -104,7 +104,11 @@ def watched(group: Any, monkeypatch: pytest.MonkeyPatch) -> Run:
 
 def train(run: Run, group: Any, cuda: SimulatedCuda, steps: int) -> None:
     moments = cuda.moments()
-    run.recorder.mark, run.recorder.step_mark = moments.mark, moments.step_mark
+    run.recorder.mark, run.recorder.step_mark, run.recorder.mark_after = (
+        moments.mark,
+        moments.step_mark,
+        moments.mark_after,
+    )
     for _ in range(steps):
         group.wait_for_unshard()
         cuda.current.work(COMPUTE)
@@ -155,3 +159,32 @@ def test_the_groups_of_torch_before_2_6_are_refused_with_their_reason(
     assert points == [({"reason": "unknown_pytorch"}, 1.0)]
     assert "FSDP2 is not as expected" in caplog.text
     assert "neither DDP nor FSDP2" not in caplog.text
+
+
+def test_a_wait_asks_cuda_once_for_its_stream_and_whether_it_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def asked() -> None:
+        raise AssertionError("torch.cuda is asked by the device's marks alone")
+
+    cuda = SimulatedCuda()
+    place_of("2.6", monkeypatch)
+    group = Group(cuda.current)
+    run = watched(group, monkeypatch)
+    train(run, group, cuda, 1)
+    monkeypatch.setattr(torch.cuda, "is_initialized", asked)
+    cuda.calls.clear()
+    group.wait_for_unshard()
+    group.post_backward()
+    group.finalize_backward()
+    assert cuda.calls == {"capturing": 3, "key": 3}
+    assert value(run.snapshot(), "training_hook_errors_total") == 0
+
+
+@pytest.mark.parametrize(("step", "every"), [(2.5, 1), (1.5, 1), (0.6, 2), (0.1, 16)])
+def test_a_step_of_fsdp2_is_measured_every_two_seconds(
+    monkeypatch: pytest.MonkeyPatch, step: float, every: int
+) -> None:
+    cuda = SimulatedCuda()
+    place_of("2.6", monkeypatch)
+    run = watched(Group(cuda.current), monkeypatch)
+    run.recorder.choose_steps(step)
+    assert run.recorder.measure_every == every

@@ -71,7 +71,8 @@ class Instruments:
             from flopwatch.training.torch import device
 
             if (moments := device.moments(recorder.clock, recorder.failed)) is not None:
-                recorder.mark, recorder.step_mark = moments.mark, moments.step_mark
+                recorder.mark, recorder.mark_after = moments.mark, moments.mark_after
+                recorder.step_mark = moments.step_mark
 
                 def report() -> None:
                     if moments.missed:

@@ -1,8 +1,8 @@
 """`Run`: the class through which a training loop reports its steps to flopwatch.
 
-step() only records an event, in a few hundred nanoseconds. Another thread adds events up and pushes totals (push/).
-No method raises: errors are counted in training_hook_errors_total and logged once. Call the methods on the training
-loop's thread, because activities on other threads are ignored.
+step() only records an event, in a few hundred nanoseconds, or some microseconds on CUDA. Another thread adds events up
+and pushes totals (push/). No method raises: errors are counted in training_hook_errors_total and logged once. Call the
+methods on the training loop's thread, because activities on other threads are ignored.
 """
 
 from __future__ import annotations

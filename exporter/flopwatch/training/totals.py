@@ -50,6 +50,12 @@ class MissedMark(float):
     __slots__ = ()
 
 
+class CapturedMark(float):
+    """Host's clock while a CUDA graph is captured, in which no time can be read from an event."""
+
+    __slots__ = ()
+
+
 Mark = float | Moment
 Labels = tuple[tuple[str, str], ...]
 Event = tuple[Any, ...]  # a method of Totals, a Mark, and the method's other arguments

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 import torch
 
-from flopwatch.training.totals import MissedMark
+from flopwatch.training.totals import CapturedMark, Mark, MissedMark
 
 Clock = Callable[[], float]
 Failed = Callable[[str, Exception], None]
@@ -49,21 +49,17 @@ class TimingEvent(Protocol):
         """Return the milliseconds from this event to `end_event`, both reached."""
 
 
-class Stream(Protocol):
-    """Attributes of torch.cuda.Stream that this module uses."""
-
-    device_index: int
-    stream_id: int
-
-
 class Cuda(Protocol):
     """CUDA functions that this module uses, of torch or of a simulated device."""
 
     def capturing(self) -> bool:
         """Return whether this thread's current stream is being captured into a graph."""
 
-    def stream(self) -> Stream:
-        """Return this thread's current stream."""
+    def key(self) -> tuple[int, int]:
+        """Return the device's index and a number for this thread's current stream."""
+
+    def stream(self) -> Any:
+        """Return this thread's current stream, on which events are recorded."""
 
     def in_use(self, device_index: int) -> bool:
         """Return whether this process has a context on that device."""
@@ -81,7 +77,16 @@ class TorchCuda:
     def __init__(self, driver: Any = None) -> None:
         self._exchange = (ctypes.CDLL("libcuda.so.1") if driver is None else driver).cuThreadExchangeStreamCaptureMode
         self.capturing: Callable[[], bool] = torch.cuda.is_current_stream_capturing
-        self.stream: Callable[[], Stream] = torch.cuda.current_stream
+        self.stream: Callable[[], Any] = torch.cuda.current_stream
+        core: Any = torch._C
+        self._device = getattr(core, "_cuda_getDevice", torch.cuda.current_device)
+        # The handle alone, because an object for the stream takes a microsecond.
+        self._handle = getattr(core, "_cuda_getCurrentRawStream", lambda _: self.stream().cuda_stream)
+
+    def key(self) -> tuple[int, int]:
+        """Return the device's index and the handle of this thread's current stream."""
+        device = self._device()
+        return device, self._handle(device)
 
     def in_use(self, device_index: int) -> bool:
         """Return whether this process has a context on that device."""
@@ -144,9 +149,20 @@ class Moments:
     def mark(self) -> float | Moment:
         """Return a Moment on this thread's current stream, or the host's clock in seconds if CUDA cannot be used.
 
-        A MissedMark stands for a Moment for which no event is free.
+        A MissedMark stands for a Moment for which no event is free, a CapturedMark for one in a CUDA graph's capture.
         """
         return self._mark(self._max_events - self._reserved)
+
+    def mark_after(self, began: Mark) -> float | Moment:
+        """Return a mark on the stream of the mark `began`, on which no capture can have begun since."""
+        if type(began) is not Moment:
+            return self.mark()
+        now = self._clock()
+        try:
+            return now if self.broken else self._record(began._line, now, self._max_events - self._reserved)
+        except Exception as error:
+            self.give_up(error)
+            return now
 
     def step_mark(self) -> float | Moment:
         """Return the mark of a step's end, for which some events are reserved."""
@@ -155,36 +171,39 @@ class Moments:
     def _mark(self, limit: int) -> float | Moment:
         now = self._clock()
         try:
-            if self.broken or self._cuda.capturing():
+            if self.broken:
                 return now
-            stream = self._cuda.stream()
-            line = self._lines.get((stream.device_index, stream.stream_id)) or self._new_line(stream)
-            if line is None:
-                return now
-            device = line.device
-            if (event := device.take(limit)) is None:
-                for other in tuple(self._lines.values()):
-                    if other.device is device:
-                        other.settle(wait=False)
-                if (event := device.take(limit)) is None:
-                    self.missed += 1
-                    return MissedMark(now)
-            event.record(stream)
-            moment = Moment(line, event, now)
-            line.pending.append(moment)
-            return moment
+            if self._cuda.capturing():
+                return CapturedMark(now)
+            key = self._cuda.key()
+            line = self._lines.get(key) or self._new_line(key)
+            return now if line is None else self._record(line, now, limit)
         except Exception as error:
             self.give_up(error)
             return now
 
-    def _new_line(self, stream: Stream) -> _Line | None:
+    def _record(self, line: _Line, now: float, limit: int) -> float | Moment:
+        device = line.device
+        if (event := device.take(limit)) is None:
+            for other in tuple(self._lines.values()):
+                if other.device is device:
+                    other.settle(wait=False)
+            if (event := device.take(limit)) is None:
+                self.missed += 1
+                return MissedMark(now)
+        event.record(line.stream)
+        moment = Moment(line, event, now)
+        line.pending.append(moment)
+        return moment
+
+    def _new_line(self, key: tuple[int, int]) -> _Line | None:
         # A thread that never chose a device is on GPU 0, where an event would create a context of hundreds of MB.
-        if not self._cuda.in_use(stream.device_index):
+        index = key[0]
+        if not self._cuda.in_use(index):
             return None
         with self._making:
-            device = self._devices.setdefault(stream.device_index, _EventPool(self._cuda, stream.device_index))
-            line = _Line(device, self._clock, self.give_up)
-            return self._lines.setdefault((stream.device_index, stream.stream_id), line)
+            device = self._devices.setdefault(index, _EventPool(self._cuda, index))
+            return self._lines.setdefault(key, _Line(device, self._cuda.stream(), self._clock, self.give_up))
 
     def give_up(self, error: Exception) -> None:
         """Report an error of CUDA, and use only the host's clock from now on."""
@@ -216,8 +235,8 @@ class _EventPool:
 class _Line:
     """Moments of one stream, which the device reaches in the order of recording."""
 
-    def __init__(self, device: _EventPool, clock: Clock, give_up: Callable[[Exception], None]) -> None:
-        self.device, self._clock, self._give_up = device, clock, give_up
+    def __init__(self, device: _EventPool, stream: Any, clock: Clock, give_up: Callable[[Exception], None]) -> None:
+        self.device, self.stream, self._clock, self._give_up = device, stream, clock, give_up
         self.pending: deque[Moment] = deque()
         self._last = float("-inf")  # time of the last moment reached: none is before it
 
