@@ -133,5 +133,8 @@ def queries(board: Json, variables: Mapping[str, str]) -> Iterator[tuple[str, st
 
 
 def filled(expr: str, variables: Mapping[str, str]) -> str:
-    """Return a query with `$name` and `${name}` replaced by variables. Raises KeyError for a missing variable."""
-    return re.sub(r"\$\{?(\w+)\}?", lambda found: variables[found[1]], expr)
+    """Return a query with `$name` and `${name}` replaced by variables. Raises KeyError for a missing variable.
+
+    `$1` is kept. In the function label_replace of PromQL, it is a part of the matched value.
+    """
+    return re.sub(r"\$\{?([A-Za-z_]\w*)\}?", lambda found: variables[found[1]], expr)

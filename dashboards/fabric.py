@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dashboards as d
 from alerts import recording as r
+from dashboards import findings
 from dashboards import parts as p
 from flopwatch import catalogue as m
 
@@ -14,6 +15,8 @@ HERE = f'{m.INFINIBAND_INFO}{{host=~"$host"}}'
 NAME = "{{host}} {{device}}/{{port}} rail {{rail}}"
 TO_NODE = [p.to_node(d.LABEL % "host")]
 RUN = '{run=~"$run"}'
+CHOSEN = 'host=~"$host"'
+FINDINGS = findings.on_ports(f'{CHOSEN}, device!="", {findings.SHIPPED}', f"{r.HOST}{{{CHOSEN}}}")
 
 
 def worst(per_port: str) -> d.Query:
@@ -45,9 +48,16 @@ now = [
         width=4,
     ),
     d.stat(
+        "Unhealthy ports",
+        "Ports with a firing alert, or with a reason in the verdict on their host. Expected: 0. The table of findings "
+        "lists them.",
+        d.Query(f"count(max by (host, device, port) ({FINDINGS})) or vector(0)", instant=True),
+        thresholds=p.FEW,
+        width=4,
+    ),
+    d.stat(
         "Inactive ports",
-        "Ports that were active before and are not active now. Expected: 0. The table of ports with problems lists "
-        "them.",
+        "Ports that were active before and are not active now. Expected: 0. The table of findings lists them.",
         d.Query(f"count({PORTS} < 4 and on (instance, device, port) {r.PORT_WAS_ACTIVE}) or vector(0)", instant=True),
         thresholds=p.ERRORS,
         width=4,
@@ -58,14 +68,6 @@ now = [
         "lists them.",
         d.Query(f"count({chosen(f'{m.INFINIBAND_PORT_PRESENT} == 0')}) or vector(0)", instant=True),
         thresholds=p.ERRORS,
-        width=4,
-    ),
-    d.stat(
-        "Flapping ports",
-        "Ports whose link was down for at least 25 s and came back, three times within twelve hours. A port counts "
-        "until an hour without a flap. Expected: 0.",
-        d.Query(f"count({chosen(f'{m.INFINIBAND_LINK_FLAPPING} == 1')}) or vector(0)", instant=True),
-        thresholds=p.FEW,
         width=4,
     ),
     d.stat(
@@ -198,27 +200,12 @@ ports = [
         links=TO_NODE,
         no_data="No adapter reports a temperature.",
     ),
-    d.label_table(
-        "Ports with problems",
-        "Ports that are inactive, missing, flapping or slow, as counted above. Expected: no row.",
-        chosen(
-            f"{m.INFINIBAND_INFO} and on ({PORT}) ("
-            f"{DOWN} or ({m.INFINIBAND_PORT_PRESENT} == 0) or "
-            f"({m.INFINIBAND_LINK_FLAPPING} == 1) or ({RATE_LOW} < {p.SETTINGS.rate_share:g}))"
-        ),
-        labels={
-            "host": "Node",
-            "device": "Device",
-            "port": "Port",
-            "rail": "Rail",
-            "role": "Role",
-            "net_device": "Net device",
-            "firmware_version": "Firmware",
-            "board_id": "Board",
-        },
-        links={"Node": [p.to_node(d.FIELD % "Node")]},
-        height=8,
-        no_data="No port has a problem.",
+    findings.table(
+        "Firing alerts on the ports of the chosen hosts, and reasons that concern these ports in the hosts' verdicts.",
+        FINDINGS,
+        "Node",
+        "Device",
+        "Port",
     ),
 ]
 
@@ -236,12 +223,13 @@ leaves = [
         unit="none",
         thresholds=p.FEW,
         width=12,
-        no_data="All ports are up, or the topology is unknown (docs/identity.md).",
+        no_data="No port is down, or the topology is unknown (docs/identity.md).",
     ),
-    p.firing(
-        f'ALERTS{{alertstate="firing", alertname=~"{p.ALERTS}", device!=""}} or '
-        'ALERTS{alertstate="firing", alertname=~".*(Leaf|Rail|Roce).*"}',
-        "Firing alerts on ports, rails and leaf switches. Expected: none.",
+    findings.alerts(
+        "Firing alerts on leaf switches and the hosts behind them.",
+        findings.of_alerts('leaf!=""'),
+        "Leaf",
+        "Node",
         width=12,
     ),
 ]
@@ -254,5 +242,5 @@ BOARD = d.dashboard(
         d.variable("host", "Node", f"label_values({r.HOST}, host)", everything=True),
         d.variable("run", "Run", f"label_values({r.RAIL}, run)", everything=True),
     ],
-    {"Now": now, "Rails": rails, "Each port": ports, "Leaves and alerts": leaves},
+    {"Now": now, "Rails": rails, "Each port": ports, "Leaf switches": leaves},
 )

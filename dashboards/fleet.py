@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dashboards as d
 from alerts import recording as r
+from dashboards import findings
 from dashboards import parts as p
 from flopwatch import catalogue as m
 
@@ -12,7 +13,7 @@ LEDGER = f"{{{TENANT}}}"
 LOST = 'bucket!~"productive|generation|queue"'
 HELD_1D = "run:run_gpu_seconds:difference_1d"
 COST = "$price / 3600"
-NOT_OK = f"{m.HOST_VERDICT_REASON}"
+FINDINGS = findings.on_hosts(findings.SHIPPED)
 
 
 def of_runs(expr: str) -> str:
@@ -68,9 +69,9 @@ now = [
     ),
     d.stat(
         "Unhealthy hosts",
-        "Hosts whose health verdict is degraded, unknown or bad. Expected: 0. The table of health problems has the "
-        "reasons.",
-        d.Query(f"count({m.HOST_VERDICT_ID} > 0) or vector(0)", instant=True),
+        "Hosts with a firing alert, or with a verdict other than ok. Expected: 0. The table of findings has the "
+        "alerts and reasons.",
+        d.Query(f"count(max by (host) ({findings.on_hosts(findings.HOSTS)})) or vector(0)", instant=True),
         thresholds=p.FEW,
         links=[d.link("Nodes", p.NODE)],
         width=3,
@@ -227,19 +228,19 @@ nodes = [
         width=8,
         no_data="No host had a sign of failure in the last seven days.",
     ),
-    d.label_table(
-        "Health problems",
-        "Reasons why a host is unhealthy, and what to do. Expected: no row. docs/check.md explains the reasons.",
-        p.with_host(NOT_OK),
-        labels={"host": "Node", "verdict": "Verdict", "reason": "Reason", "part": "Part", "action": "What to do"},
-        links={"Node": [p.to_node(d.FIELD % "Node")]},
+    findings.table(
+        "Firing alerts on all runs and hosts, and reasons of the verdicts on all hosts.",
+        FINDINGS,
+        "Run",
+        "Node",
+        "GPU",
+        "Device",
+        "Port",
+        "Part",
+        "Leaf",
+        "Xid",
         width=16,
         height=10,
-        no_data="All hosts are healthy.",
-    ),
-    p.firing(
-        f'ALERTS{{alertstate="firing", alertname=~"{p.ALERTS}", alertname!="FlopwatchWatchdog"}}',
-        "Firing alerts on all runs and hosts. Expected: no critical alert.",
     ),
 ]
 
@@ -248,5 +249,5 @@ BOARD = d.dashboard(
     "Fleet",
     "MFU, goodput and cost of all runs, the GPUs in use, and the hosts that need attention.",
     [p.tenant, p.price],
-    {"Now": now, "Each run": runs, "Over time": time, "Losses": losses, "Hosts and alerts": nodes},
+    {"Now": now, "Each run": runs, "Over time": time, "Losses": losses, "Hosts and findings": nodes},
 )

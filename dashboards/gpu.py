@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dashboards as d
+from dashboards import findings
 from dashboards import parts as p
 from flopwatch import catalogue as m
 
 CARD = 'uuid="$uuid"'
+FINDINGS = findings.on_gpus(CARD)
 ONE = f"{{{CARD}}}"
 
 
@@ -21,6 +23,14 @@ def rate(metric: object, labels: str = "") -> str:
 
 
 owner = [
+    findings.health("Health", "Health of the GPU.", FINDINGS, f"0 * {m.GPU_INFO}{ONE}", width=4, height=6),
+    findings.table(
+        "Firing alerts on the GPU, and reasons that concern it in the verdict on its host.",
+        FINDINGS,
+        "Xid",
+        width=20,
+        height=6,
+    ),
     d.label_table(
         "GPU",
         "Model, PCI address and versions of the GPU. Expected: the same driver and VBIOS as the host's other GPUs.",

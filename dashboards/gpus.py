@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dashboards as d
 from alerts import recording as r
+from dashboards import findings
 from dashboards import parts as p
 from flopwatch import catalogue as m
 
@@ -12,6 +13,7 @@ WORST = f"topk({p.LINES}, "
 INFO = f"max by (uuid, gpu, host, model) ({m.GPU_INFO})"
 TO_GPU = [p.to_gpu(d.LABEL % "host", d.LABEL % "uuid")]
 NAME = "{{host}} {{gpu}}"
+FINDINGS = findings.on_gpus('uuid!=""')
 ROW = {"host": "Node", "gpu": "GPU", "uuid": "UUID"}
 ROW_LINKS = {"Node": [p.to_node(d.FIELD % "Node")], "UUID": [p.to_gpu(d.FIELD % "Node", d.FIELD % "UUID")]}
 
@@ -81,18 +83,18 @@ now = [
 cards = [
     d.table(
         "GPUs that need attention",
-        "GPUs that do not answer, need a recovery action, or have a pending or failed row remap. The table also lists "
-        "GPUs with uncorrected memory errors or Xids in the last day. Expected: an empty table. docs/check.md "
-        "explains what to do.",
+        "GPUs with a firing alert, or with a reason in the verdict on their host. The table also lists GPUs with "
+        "uncorrected memory errors or Xids in the last day. Expected: an empty table. The dashboard of a GPU has its "
+        "alerts and reasons.",
         [
             d.Column(
                 "Card",
-                f"{INFO} and on (uuid) (({m.GPU_PRESENT} == 0) or ({m.GPU_RECOVERY_ACTION_ID} > 0) or "
-                f"({m.GPU_ROW_REMAP_PENDING} > 0) or ({m.GPU_ROW_REMAP_FAILURE} > 0) or "
+                f"{INFO} and on (uuid) ({FINDINGS} or "
                 f'(increase({m.GPU_ECC_ERRORS_TOTAL}{{error="uncorrected"}}[1d]) > 0) or '
                 f"(sum by (uuid) (increase({m.GPU_XID_ERRORS_TOTAL}[1d])) > 0))",
                 unit=None,
             ),
+            d.Column("Health", f"max by (uuid) ({FINDINGS})", mappings=findings.HEALTH),
             d.Column("Answers", f"min by (uuid) ({m.GPU_PRESENT} == 0)", mappings={0: ("no", "red")}),
             d.Column(
                 "Recovery action",
@@ -194,7 +196,7 @@ tops = [
         thresholds=p.FEW,
         links=[p.to_node(d.LABEL % "host")],
         height=10,
-        no_data="All allocated GPUs were used in the last half an hour.",
+        no_data="No allocated GPU was unused in the last half an hour.",
     ),
 ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dashboards as d
+from dashboards import findings
 from dashboards import parts as p
 from flopwatch import catalogue as m
 
@@ -105,7 +106,7 @@ sources = [
         links={"Node": [p.to_node(d.FIELD % "Node")]},
         width=8,
         height=8,
-        no_data="All collectors succeed.",
+        no_data="No collector fails now.",
     ),
     d.label_table(
         "Runs without MFU, by reason",
@@ -116,7 +117,7 @@ sources = [
         links={"Run": [p.to_run(d.FIELD % "Run")]},
         width=8,
         height=8,
-        no_data="Each run has an MFU.",
+        no_data="No run lacks an MFU.",
     ),
     d.timeseries(
         "Reader restarts",
@@ -201,10 +202,8 @@ rest = [
         height=8,
         no_data="No driver is released.",
     ),
-    p.firing(
-        'ALERTS{alertstate="firing", alertname=~"Flopwatch.*", alertname!="FlopwatchWatchdog"}',
-        "Firing alerts on the monitoring itself. Expected: none.",
-        width=8,
+    findings.alerts(
+        "Firing alerts on the monitoring itself.", findings.of_alerts('alertname=~"Flopwatch.*"'), "Node", width=8
     ),
 ]
 

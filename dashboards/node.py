@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dashboards as d
 from alerts import recording as r
+from dashboards import findings
 from dashboards import parts as p
 from flopwatch import catalogue as m
 
 NODE = 'host="$host"'
 HERE = f"{r.HOST}{{{NODE}}}"
+FINDINGS = findings.on_hosts(NODE, HERE)
 
 
 def here(expr: str) -> str:
@@ -29,12 +31,11 @@ def port(expr: str) -> str:
 TO_GPU = [d.link("GPU", p.GPU, host="$host")]
 
 verdict = [
-    d.stat(
-        "Verdict",
-        "Whether the host is fit for training: ok, degraded (also if unknown) or bad. Expected: ok. The table of "
-        "health problems has the reasons.",
-        d.Query(f"max({here(str(m.HOST_VERDICT_ID))})"),
-        mappings=p.VERDICT,
+    findings.health(
+        "Health",
+        "Whether the host is fit for training. An unknown verdict counts as degraded.",
+        FINDINGS,
+        here(str(m.HOST_VERDICT_ID)),
         width=3,
         height=5,
     ),
@@ -59,23 +60,25 @@ verdict = [
         height=5,
     ),
     d.label_table(
-        "Health problems",
-        "Reasons why the host is unhealthy, and what to do. Expected: no row. docs/check.md explains the reasons.",
-        here(str(m.HOST_VERDICT_REASON)),
-        labels={"verdict": "Verdict", "reason": "Reason", "part": "Part", "action": "What to do"},
-        width=9,
-        height=5,
-        no_data="The host is healthy.",
-    ),
-    d.label_table(
         "Location",
         "Rack, leaf switch and NVLink domain of the host. Expected: one row.",
         f"{m.HOST_TOPOLOGY_INFO}{{{NODE}}}",
         labels={"rack": "Rack", "leaf": "Leaf", "domain": "NVLink domain"},
         links={"Rack": [d.link("Rack", p.RACK, rack=d.FIELD % "Rack")]},
-        width=6,
+        width=15,
         height=5,
         no_data="The topology of the host is unknown (docs/identity.md).",
+    ),
+    findings.table(
+        "Firing alerts on the host and its parts, and reasons of its verdict.",
+        FINDINGS,
+        "Run",
+        "Node",
+        "GPU",
+        "Device",
+        "Port",
+        "Part",
+        "Xid",
     ),
 ]
 
@@ -210,16 +213,12 @@ ranks = [
         key="rank",
         labels={"rank": "Rank", "run": "Run", "uuid": "GPU"},
         sort="Straggler score",
-        width=12,
         height=9,
         links={
             "Run": [p.to_run(d.FIELD % "Run"), d.link("Stragglers", p.STRAGGLERS, run=d.FIELD % "Run")],
             "GPU": [p.to_gpu("$host", d.FIELD % "GPU")],
         },
-    ),
-    p.firing(
-        f'ALERTS{{alertstate="firing", {NODE}}}', "Firing alerts on this host. Expected: none.", width=12, height=9
-    ),
+    )
 ]
 
 BOARD = d.dashboard(
@@ -227,6 +226,11 @@ BOARD = d.dashboard(
     "Node",
     "One host: is it fit for training, and which of its parts is at fault?",
     [p.host],
-    {"Health": verdict, "GPUs of the host": cards, "Ports of the host": ports, "Ranks and alerts": ranks},
+    {
+        "Verdict and findings": verdict,
+        "GPUs of the host": cards,
+        "Ports of the host": ports,
+        "Ranks of the host": ranks,
+    },
     [d.annotation("Alerts", f'ALERTS{{alertstate="firing", {NODE}}}', "{{alertname}}", "red", "{{severity}}")],
 )

@@ -1,4 +1,4 @@
-"""Elements that several dashboards share: thresholds, variables, links along the drill path, and a table of alerts.
+"""Elements that several dashboards share: thresholds, variables, links along the drill path, and marks of alerts.
 
 The drill path leads from the fleet to a run, its ranks, a host, a GPU and a port. Each link keeps the time range.
 Every name in a query is a catalogue row or a recording rule. The recording rule `instance:host:info` adds `host` to a
@@ -38,7 +38,6 @@ ERRORS: list[d.Threshold] = [(None, "green"), (1, "red")]
 FEW: list[d.Threshold] = [(None, "green"), (1, "orange")]
 HELD = 'reason!~"sw_power_cap|gpu_idle"'  # a power cap under full load is normal
 ONE_IS_BAD: d.Mappings = {0: ("no", "green"), 1: ("yes", "red")}
-VERDICT: d.Mappings = {0: ("ok", "green"), 1: ("degraded", "orange"), 2: ("bad", "red")}
 
 tenant = d.variable("tenant", "Tenant", f"label_values({m.RUN_STATE}, tenant)", everything=True)
 run = d.variable("run", "Run", f'label_values({{__name__=~"{m.TRAINING_RANK_INFO}|{m.RUN_STATE}"}}, run)')
@@ -88,33 +87,6 @@ def most(expr: str, take: str = "topk", lines: int = LINES) -> str:
 def with_host(expr: str) -> str:
     """Return `expr`, whose series have `instance`, with the name of the exporter's host added as `host`."""
     return f"{expr} * on (instance) group_left (host) {r.HOST}"
-
-
-def firing(which: str, description: str, *, width: int = d.COLUMNS, height: int = 8) -> d.Json:
-    """Return a table of firing alerts. `which` is PromQL that selects series of ALERTS, joined by `or`."""
-    return d.label_table(
-        "Firing alerts",
-        description,
-        which,
-        labels={
-            "alertname": "Alert",
-            "severity": "Severity",
-            "run": "Run",
-            "host": "Node",
-            "uuid": "GPU",
-            "device": "Device",
-            "port": "Port",
-            "xid": "Xid",
-        },
-        links={
-            "Run": [to_run(d.FIELD % "Run")],
-            "Node": [to_node(d.FIELD % "Node")],
-            "GPU": [to_gpu(d.FIELD % "Node", d.FIELD % "GPU")],
-        },
-        width=width,
-        height=height,
-        no_data="No alert fires.",
-    )
 
 
 def alert_marks(matchers: str) -> d.Json:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dashboards as d
 from alerts import recording as r
+from dashboards import findings
 from dashboards import parts as p
 from flopwatch import catalogue as m
 
@@ -11,6 +12,7 @@ RACK = f'{m.HOST_TOPOLOGY_INFO}{{rack=~"$rack"}}'
 HERE = f"({r.HOST} and on (host) {RACK})"
 NOT_ACTIVE = f'sum by (instance) ({m.NVLINK_LINKS}{{state!="active"}})'
 TO_NODE = [p.to_node(d.LABEL % "host")]
+FINDINGS = f"({findings.on_hosts(findings.HOSTS, HERE)} and on (host) {RACK})"
 
 
 def by_host(expr: str, take: str = "max") -> str:
@@ -27,9 +29,9 @@ now = [
     ),
     d.stat(
         "Unhealthy hosts",
-        "Hosts of the rack whose health verdict is degraded, unknown or bad. Expected: 0. Several at once point to "
-        "power, cooling or a switch.",
-        d.Query(f"count({by_host(str(m.HOST_VERDICT_ID))} > 0) or vector(0)", instant=True),
+        "Hosts of the rack with a firing alert, or with a verdict other than ok. Expected: 0. Several at once point "
+        "to power, cooling or a switch.",
+        d.Query(f"count(max by (host) ({FINDINGS})) or vector(0)", instant=True),
         thresholds=p.FEW,
         width=4,
     ),
@@ -60,17 +62,19 @@ now = [
         d.Query(f"sum({by_host(f'count by (instance) ({m.GPU_FABRIC_HEALTH_ID} > 1)')})", instant=True),
         thresholds=p.ERRORS,
         width=4,
-        no_data="No GPU reports a fabric problem.",
+        no_data="No GPU reports an unhealthy NVLink fabric.",
     ),
 ]
 
 nodes = [
     d.table(
         "Hosts side by side",
-        "One row per host of the rack. Expected: verdict ok, lemon score below 3, and hosts of the same job alike.",
+        "One row per host of the rack. Expected: health ok, lemon score below 3, and hosts of the same job alike.",
         [
             d.Column("Place", f"max by (host, rack, leaf, domain) ({RACK})", unit=None),
-            d.Column("Verdict", by_host(str(m.HOST_VERDICT_ID)), mappings=p.VERDICT),
+            d.Column(
+                "Health", f"max by (host) ({FINDINGS} or {by_host(str(m.HOST_VERDICT_ID))})", mappings=findings.HEALTH
+            ),
             d.Column("GPUs", by_host(f"count by (instance) ({m.GPU_PRESENT} == 1)")),
             d.Column("Power", by_host(f"sum by (instance) ({m.GPU_POWER_WATTS})"), "watt"),
             d.Column("Hottest GPU", by_host(f"max by (instance) ({m.GPU_TEMPERATURE_CELSIUS})"), "celsius", p.HOT),
@@ -85,7 +89,7 @@ nodes = [
         ],
         key="host",
         labels={"host": "Node", "rack": "Rack", "leaf": "Leaf", "domain": "NVLink domain"},
-        sort="Verdict",
+        sort="Health",
         links={"Node": [p.to_node(d.FIELD % "Node"), p.to_fabric(d.FIELD % "Node")]},
     )
 ]

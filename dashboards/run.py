@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import dashboards as d
 from alerts import recording as r
+from dashboards import findings
 from dashboards import parts as p
 from dashboards.parts import ERRORS, HELD_BACK, HOT, LATE, LINES, RATE, SHARE, UTILIZATION
 from flopwatch import catalogue as m
@@ -19,6 +20,8 @@ from flopwatch import catalogue as m
 RUN = 'run="$run"'
 LEDGER = 'tenant=~"$tenant", run="$run"'
 
+FINDINGS = findings.of_alerts(RUN)
+OF_NO_RUN = f'run="", {findings.SHIPPED}'
 RANK_INFO = f"{m.TRAINING_RANK_INFO}{{{RUN}}}"
 RANKS = f"max by (rank, host, uuid) ({RANK_INFO})"
 ROWS = 64  # of the table of ranks
@@ -54,6 +57,7 @@ now = [
         name=True,
         colors={"running": "green", "queued": "yellow", "down": "red", "completed": "blue", "stopped": "blue"},
     ),
+    findings.health("Health", "Health of the run.", FINDINGS, f"0 * {m.RUN_STATE}{{{LEDGER}}} or 0 * {RANK_INFO}"),
     d.stat(
         "MFU",
         "Model FLOPs over the dense peak FLOPs of the run's GPUs, in the last five minutes. Only time in steps "
@@ -90,6 +94,7 @@ now = [
         unit="percentunit",
         thresholds=SHARE,
         no_data="The run's time of submission is unknown.",
+        width=2,
     ),
     d.stat(
         "Step time",
@@ -97,12 +102,14 @@ now = [
         "constant.",
         d.Query(f"{r.STEP_DURATION}{{{RUN}}}"),
         unit="s",
+        width=2,
     ),
     d.stat(
         "Tokens/s",
         "Tokens per second of all ranks, mean of the last five minutes. Repeated steps count. Expected: steady.",
         d.Query(f"{r.TOKENS}{{{RUN}}}"),
         unit="short",
+        width=2,
     ),
     d.stat(
         "Cost",
@@ -201,10 +208,13 @@ ranks = [
         unit="percentunit",
         width=7,
     ),
-    p.firing(
-        f'ALERTS{{alertstate="firing", {RUN}}} or '
-        f'ALERTS{{alertstate="firing", run="", alertname=~"{p.ALERTS}", alertname!="FlopwatchWatchdog"}}',
-        "Firing alerts of this run, and all alerts in the cluster that belong to no run. Expected: none.",
+    findings.alerts(
+        "Firing alerts of this run, and all alerts in the cluster that belong to no run.",
+        f"{FINDINGS} or {findings.of_alerts(OF_NO_RUN)}",
+        "Node",
+        "GPU",
+        "Device",
+        "Port",
         width=7,
     ),
     d.table(

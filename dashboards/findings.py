@@ -1,0 +1,120 @@
+"""The one definition of a GPU, port, host or run that is not well.
+
+An object is not well while an alert on it fires, or while the verdict on its host has a reason that concerns it. Each
+of these is a finding. Its value is 2 if the alert is critical or the verdict is bad, else 1. A panel may claim that
+objects are well only if its query has the findings on them. tests/rules/test_findings.py checks this for every alert.
+"""
+
+from __future__ import annotations
+
+import dashboards as d
+from alerts import recording as r
+from dashboards import parts as p
+from flopwatch import catalogue as m
+
+HEALTH: d.Mappings = {0: ("ok", "green"), 1: ("degraded", "orange"), 2: ("bad", "red")}
+SHIPPED = f'alertname=~"{p.ALERTS}"'
+_IS_PORT = 'part=~"port .+"'
+HOSTS = f'host!="", {SHIPPED}'
+
+
+def of_alerts(matchers: str) -> str:
+    """Return the findings of firing alerts with these label matchers. The watchdog, which always fires, is left out."""
+    firing = f'alertstate="firing", alertname!="FlopwatchWatchdog", {matchers}'
+    return f'(2 * ALERTS{{severity="critical", {firing}}} or ALERTS{{severity!="critical", {firing}}})'
+
+
+def on_hosts(alerts: str, hosts: str = r.HOST) -> str:
+    """Return the findings on hosts: of alerts with these matchers, and of the verdicts on `hosts`, a part of r.HOST."""
+    return f"({of_alerts(alerts)} or {_of_verdicts(hosts)})"
+
+
+def on_gpus(gpus: str) -> str:
+    """Return the findings on GPUs, whose label `uuid` has the matchers `gpus`."""
+    one = f"topk by (instance, gpu) (1, max by (instance, gpu, uuid) ({m.GPU_INFO}{{{gpus}}}))"
+    part = f'label_replace({one}, "part", "gpu $1", "gpu", "(.+)")'
+    of_verdicts = f"{_of_verdicts(r.HOST)} * on (instance, part) group_left (uuid) {part}"
+    return f"({of_alerts(gpus)} or {of_verdicts})"
+
+
+def on_ports(alerts: str, hosts: str = r.HOST) -> str:
+    """Return the findings on ports: of alerts with these matchers, and of the verdicts on the ports of `hosts`."""
+    found = _of_verdicts(hosts, _IS_PORT)
+    for label, group in (("device", 1), ("port", 2)):
+        found = f'label_replace({found}, "{label}", "${group}", "part", "port (.+)/(.+)")'
+    return f"({of_alerts(alerts)} or {found})"
+
+
+def _of_verdicts(hosts: str, parts: str = 'part!=""') -> str:
+    bad, other = (f'{m.HOST_VERDICT_REASON}{{{parts}, verdict{sign}"bad"}}' for sign in ("=", "!="))
+    return f"(2 * {bad} or {other}) * on (instance) group_left (host) {hosts}"
+
+
+def health(title: str, description: str, findings: str, known: str, *, width: int = 3, height: int = 4) -> d.Json:
+    """Return a panel with the health of one object, 0 if there is no finding and `known` is 0."""
+    return d.stat(
+        title,
+        f"{description} Bad if a critical alert fires or the verdict is bad, degraded at any other finding. Expected: "
+        "ok. The table of findings has the alerts and reasons.",
+        d.Query(f"max({findings} or {known})"),
+        mappings=HEALTH,
+        width=width,
+        height=height,
+        no_data="Unknown: nothing reports it.",
+    )
+
+
+def table(description: str, findings: str, *headings: str, width: int = d.COLUMNS, height: int = 8) -> d.Json:
+    """Return the table of findings, with the alert or the reason of each and the columns `headings` of _COLUMNS."""
+    return _table(
+        "Findings",
+        f"{description} Expected: no row. Each alert has a runbook, and docs/check.md explains the reasons.",
+        findings,
+        ("Alert", "Severity", "Reason", "Verdict", *headings, "What to do"),
+        width,
+        height,
+        "No alert fires, and no verdict has a reason.",
+    )
+
+
+def alerts(description: str, firing: str, *headings: str, width: int = d.COLUMNS, height: int = 8) -> d.Json:
+    """Return a table of firing alerts, with the columns `headings` of _COLUMNS, for objects without a verdict."""
+    text = f"{description} Expected: no row. Each alert has a runbook."
+    return _table("Firing alerts", text, firing, ("Alert", "Severity", *headings), width, height, "No alert fires.")
+
+
+_COLUMNS = {
+    "Alert": "alertname",
+    "Severity": "severity",
+    "Reason": "reason",
+    "Verdict": "verdict",
+    "Run": "run",
+    "Node": "host",
+    "GPU": "uuid",
+    "Device": "device",
+    "Port": "port",
+    "Part": "part",
+    "Leaf": "leaf",
+    "Xid": "xid",
+    "What to do": "action",
+}
+_LINKS = {
+    "Run": [p.to_run(d.FIELD % "Run")],
+    "Node": [p.to_node(d.FIELD % "Node"), p.to_fabric(d.FIELD % "Node")],
+    "GPU": [p.to_gpu(d.FIELD % "Node", d.FIELD % "GPU")],
+}
+
+
+def _table(
+    title: str, text: str, findings: str, headings: tuple[str, ...], width: int, height: int, no_data: str
+) -> d.Json:
+    return d.label_table(
+        title,
+        text,
+        findings,
+        labels={_COLUMNS[heading]: heading for heading in headings},
+        links={heading: links for heading, links in _LINKS.items() if {heading, "Node"} <= {*headings}},
+        width=width,
+        height=height,
+        no_data=no_data,
+    )
