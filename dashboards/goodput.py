@@ -47,8 +47,8 @@ now = [
     d.stat(
         "Effective MFU",
         "Model FLOPs of steps completed for the first time, over the peak FLOPs of the GPUs held since the first "
-        "start. Down time counts as GPU time held. Expected: near the run's MFU. A lower value means time lost "
-        "outside steps or in repeated steps.",
+        "start. Down time counts as GPU time held. Expected: near the mean MFU since the first start. A lower value "
+        "means time lost outside steps or in repeated steps.",
         d.Query(f"max({r.EFFECTIVE_MFU}{ALL})"),
         unit="percentunit",
         thresholds=p.UTILIZATION,

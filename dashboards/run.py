@@ -59,23 +59,24 @@ now = [
     ),
     findings.health("Health", "Health of the run.", FINDINGS, f"0 * {m.RUN_STATE}{{{LEDGER}}} or 0 * {RANK_INFO}"),
     d.stat(
-        "MFU",
-        "Model FLOPs over the dense peak FLOPs of the run's GPUs, in the last five minutes. Only time in steps "
-        "counts, including waits for data. Expected: steady, and 35 to 45 % for large runs. Otherwise look at the "
-        f"ranks and their GPUs below. {m.TRAINING_MFU_UNAVAILABLE} has the reason for an unknown MFU.",
-        d.Query(f"{r.RUN_MFU}{{{RUN}}}"),
+        "MFU, 1 h",
+        "Model FLOPs over the dense peak FLOPs of the run's GPUs, mean of the last hour. Only time in steps counts, "
+        "including waits for data. Expected: 35 to 45 % for large runs. Otherwise look at the ranks and their GPUs "
+        f"below. {m.TRAINING_MFU_UNAVAILABLE} has the reason for an unknown MFU.",
+        d.Query(f"{r.RUN_MFU_1H}{{{RUN}}}"),
         unit="percentunit",
         thresholds=UTILIZATION,
         no_data="No steps, or a rank's FLOPs or peak FLOP/s are unknown.",
     ),
     d.stat(
-        "Effective MFU",
-        "Model FLOPs of steps completed for the first time, over the peak FLOPs of the GPUs held since the first "
-        "start. Down time counts as GPU time held. Expected: near the MFU. A lower value means time lost outside "
-        "steps or in repeated steps.",
-        d.Query(f"{r.EFFECTIVE_MFU}{{{LEDGER}}}"),
+        "Effective MFU, 1 h",
+        "Model FLOPs of steps completed for the first time, over the peak FLOPs of the GPUs held in the same hour. "
+        "Down time counts as GPU time held. Expected: near the MFU of this hour. A lower value means time lost "
+        "outside steps or in repeated steps.",
+        d.Query(f"{r.EFFECTIVE_MFU_1H}{{{LEDGER}}}"),
         unit="percentunit",
         thresholds=UTILIZATION,
+        no_data="No time is attributed yet, or the run's FLOPs are unknown.",
     ),
     d.stat(
         "Goodput",
@@ -123,10 +124,11 @@ now = [
 progress = [
     d.timeseries(
         "MFU and effective MFU",
-        "MFU of the last five minutes in steps, and effective MFU of all time since the first start. Expected: both "
-        "steady. A growing gap means time lost outside steps or in repeated steps.",
-        d.Query(f"{r.RUN_MFU}{{{RUN}}}", "MFU"),
-        d.Query(f"{r.EFFECTIVE_MFU}{{{LEDGER}}}", "effective MFU"),
+        "MFU in steps of five minutes and of an hour, and effective MFU of the same hour. Expected: all steady. A "
+        "gap between the two of an hour means time lost outside steps or in repeated steps.",
+        d.Query(f"{r.RUN_MFU}{{{RUN}}}", "MFU, 5 min"),
+        d.Query(f"{r.RUN_MFU_1H}{{{RUN}}}", "MFU, 1 h"),
+        d.Query(f"{r.EFFECTIVE_MFU_1H}{{{LEDGER}}}", "effective MFU, 1 h"),
         unit="percentunit",
     ),
     d.timeseries(
@@ -186,18 +188,15 @@ ranks = [
         width=7,
     ),
     d.stat(
-        "Highest score",
-        "Rank with the highest straggler score now. Expected: a rank that changes, or a score below 10 %. Some rank "
-        "always has the highest score.",
-        d.Query(
-            f"topk(1, {RANKS} * on (rank) group_left () max by (rank) ({r.RANK_SCORE}{{{RUN}}}))",
-            "rank {{rank}} on {{host}}",
-            instant=True,
-        ),
+        "Straggler",
+        "Rank with the highest straggler score in three consecutive windows of two minutes, if its score is now 10 % "
+        "or more. Expected: none. The dashboard `Stragglers` also names a straggling host.",
+        d.Query(f"{r.CONFIRMED}{{{RUN}}}", "rank {{rank}} on {{host}}", instant=True),
         name=True,
         width=3,
         height=8,
         links=[d.link("Stragglers", p.STRAGGLERS, run="$run")],
+        no_data="No rank is a straggler now.",
     ),
     d.timeseries(
         "Wait share",

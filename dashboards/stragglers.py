@@ -45,7 +45,7 @@ verdict = [
         name=True,
         links=TO_NODE,
         width=5,
-        no_data="No rank is a straggler.",
+        no_data="No rank is a straggler now.",
     ),
     d.stat(
         "Straggling host",
@@ -55,7 +55,7 @@ verdict = [
         name=True,
         links=TO_NODE,
         width=5,
-        no_data="No host is a straggler.",
+        no_data="No host is a straggler now.",
     ),
     d.stat(
         "Cost of stragglers, one day",

@@ -20,7 +20,7 @@ NOT_YET = "-"
 
 @dataclass(frozen=True, slots=True)
 class Straggler:
-    """The rank that waits least for the other ranks, with its host and GPU."""
+    """The rank that slows the run by the verdict, with its host and GPU."""
 
     rank: str
     score: float  # share of every step it costs
@@ -43,7 +43,8 @@ class Summary:
     step_seconds: float | None
     tokens_per_second: float | None
     steps: float | None
-    worst: Straggler | None
+    straggler: Straggler | None
+    waits_measured: bool
     buckets: dict[str, float]  # seconds by bucket, "open" for those not yet in a bucket
     firing: list[str]
 
@@ -63,21 +64,22 @@ def read(prometheus: PrometheusApi, run: str) -> Summary:
         'group by (alertname, severity) (ALERTS{alertstate="firing",alertname!="FlopwatchWatchdog"})'
     )
     return Summary(
-        mfu=prometheus.value(f"max({recording.RUN_MFU}{this})"),
+        mfu=prometheus.value(f"max(avg_over_time({recording.RUN_MFU}{this}[1d]))"),
         effective_mfu=prometheus.value(f"max({recording.EFFECTIVE_MFU}{this})"),
         goodput=prometheus.value(f"max({recording.GOODPUT}{this})"),
         ettr=prometheus.value(f"max({recording.ETTR}{this})"),
         step_seconds=prometheus.value(f"max({recording.STEP_DURATION}{this})"),
         tokens_per_second=prometheus.value(f"max({recording.TOKENS}{this})"),
         steps=prometheus.value(f"max({m.TRAINING_POSITION_STEPS}{this})"),
-        worst=_worst(prometheus, this),
+        straggler=_straggler(prometheus, this),
+        waits_measured=bool(prometheus.query(f"{recording.RUN_SCORE}{this}")),
         buckets=dict(sorted(buckets.items(), key=lambda item: -item[1])),
         firing=sorted(f"{labels['alertname']} ({labels.get('severity', '')})" for labels, _ in firing),
     )
 
 
-def _worst(prometheus: PrometheusApi, this: str) -> Straggler | None:
-    scores = prometheus.query(f"topk(1, {recording.RANK_SCORE}{this})")
+def _straggler(prometheus: PrometheusApi, this: str) -> Straggler | None:
+    scores = prometheus.query(f"topk(1, {recording.CONFIRMED}{this})")
     if not scores:
         return None
     rank, score = scores[0][0]["rank"], scores[0][1]
@@ -104,12 +106,24 @@ def clock(seconds: float) -> str:
 
 def line(summary: Summary, elapsed: float) -> str:
     """Return one line of progress, for an output that is not a terminal."""
-    worst = NOT_YET if summary.worst is None else f"{summary.worst.rank} ({percent(summary.worst.score)})"
     return (
         f"{clock(elapsed)}  MFU {percent(summary.mfu)}  goodput {percent(summary.goodput)}  "
-        f"step {number(summary.steps)}  {number(summary.step_seconds, ' ms', 1000)}  worst rank {worst}  "
+        f"step {number(summary.steps)}  {number(summary.step_seconds, ' ms', 1000)}  straggler {_late(summary)}  "
         f"firing: {', '.join(summary.firing) or 'nothing'}"
     )
+
+
+def _late(summary: Summary) -> str:
+    if summary.straggler is not None:
+        return f"{summary.straggler.rank} ({percent(summary.straggler.score)})"
+    return "none" if summary.waits_measured else NOT_YET
+
+
+def _where(summary: Summary) -> str:
+    late = summary.straggler
+    if late is not None:
+        return f"on {late.host}, GPU {late.gpu} ({late.uuid})"
+    return "no rank slows the run now" if summary.waits_measured else "no rank is measured yet"
 
 
 def rows(summary: Summary) -> list[tuple[str, str, str]]:
@@ -121,23 +135,13 @@ def rows(summary: Summary) -> list[tuple[str, str, str]]:
         if seconds >= 0.001 * total
     )
     found = [
-        ("MFU", percent(summary.mfu), "model FLOPs over peak FLOPs, while in steps"),
-        ("Effective MFU", percent(summary.effective_mfu), "the same over the whole time the GPUs were held"),
+        ("MFU", percent(summary.mfu), "model FLOPs over peak FLOPs in steps, mean of the whole run"),
+        ("Effective MFU", percent(summary.effective_mfu), "of the whole run, over all time the GPUs were held"),
         ("Goodput", percent(summary.goodput), "share of the wall clock that advanced the model"),
         ("ETTR", percent(summary.ettr), "the same since submission"),
         ("Steps", number(summary.steps), f"{number(summary.step_seconds, ' ms', 1000)} each"),
         ("Tokens/s", number(summary.tokens_per_second), ""),
-        (
-            "Worst rank",
-            *(
-                ("-", "no rank is measured yet")
-                if summary.worst is None
-                else (
-                    f"{summary.worst.rank} ({percent(summary.worst.score)})",
-                    f"on {summary.worst.host}, GPU {summary.worst.gpu} ({summary.worst.uuid})",
-                )
-            ),
-        ),
+        ("Straggler", _late(summary), _where(summary)),
         ("Time went to", "", buckets or NOT_YET),
     ]
     return [row for row in found if row[0] != "ETTR" or summary.ettr is not None]

@@ -22,6 +22,7 @@ from alerts.recording.record import Record
 HOST = "instance:host:info"
 NODE_RUN = "instance:training_run:info"
 RUN_MFU = "run:training_mfu:ratio_rate5m"
+RUN_MFU_1H = "run:training_mfu:ratio_1h"
 HOST_MFU = "host:training_mfu:ratio_rate5m"
 RANK_MFU = "rank:training_mfu:ratio_rate5m"
 RUN_HFU = "run:training_hfu:ratio_rate5m"
@@ -406,6 +407,13 @@ RECORDS: tuple[Record, ...] = (
             0 * run:training_straggler:score
         """,
         "Share of each step lost to a straggler, 0 without one. Absent if waits are not measured.",
+    ),
+    # Of the same hour as run:run_effective_mfu:ratio_1h. Both then differ by the time outside steps and repeated steps.
+    Record(
+        "windows",
+        RUN_MFU_1H,
+        "avg_over_time(run:training_mfu:ratio_rate5m[<1h>])",
+        "MFU, mean over the part of the last hour in which the run had one.",
     ),
     Record(
         "windows",

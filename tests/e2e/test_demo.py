@@ -11,6 +11,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -32,11 +33,12 @@ SUMMARY = summary.Summary(
     step_seconds=0.2982,
     tokens_per_second=26432.4,
     steps=101.0,
-    worst=summary.Straggler("2", 0.2264, "node-7", "3", "GPU-51a7"),
+    straggler=summary.Straggler("2", 0.2264, "node-7", "3", "GPU-51a7"),
+    waits_measured=True,
     buckets={"productive": 955.0, "checkpoint_save": 44.9, "data_stall": 0.1},
     firing=["TrainingStraggler (warning)"],
 )
-NOTHING_YET = summary.Summary(None, None, None, None, None, None, None, None, {}, [])
+NOTHING_YET = summary.Summary(None, None, None, None, None, None, None, None, False, {}, [])
 
 
 class Demo:
@@ -114,7 +116,7 @@ def test_a_demo_of_some_seconds_ends_by_itself_on_a_table_and_leaves_nothing(sta
         r"\| MFU +\| +[1-4]\d\.\d % \|",
         r"\| Goodput +\| +\d\d\.\d % \|",
         r"\| Steps +\| +\d+ \|",
-        r"\| Worst rank +\| +[0-3] \(\d+\.\d %\) \| on \S+, GPU [0-3] \(GPU-51a70000-\S+\)",
+        r"\| Straggler +\| +(none|-|[0-3] \(\d+\.\d %\)) \| (no rank|on \S+, GPU [0-3] \(GPU-51a70000-\S+\))",
     ):
         assert re.search(row, text), text
     assert "Rank 2 is now slowed by 30 %" in text
@@ -204,23 +206,25 @@ def test_free_ports_are_all_different() -> None:
 
 def test_where_there_is_no_terminal_a_moment_is_a_line() -> None:
     assert summary.line(SUMMARY, 71.9) == (
-        "1:11  MFU 41.5 %  goodput 95.5 %  step 101  298 ms  worst rank 2 (22.6 %)  firing: TrainingStraggler (warning)"
+        "1:11  MFU 41.5 %  goodput 95.5 %  step 101  298 ms  straggler 2 (22.6 %)  firing: TrainingStraggler (warning)"
     )
-    assert summary.line(NOTHING_YET, 0) == "0:00  MFU -  goodput -  step -  -  worst rank -  firing: nothing"
+    assert summary.line(NOTHING_YET, 0) == "0:00  MFU -  goodput -  step -  -  straggler -  firing: nothing"
 
 
 def test_the_table_shows_every_fact_and_leaves_out_what_is_unknown() -> None:
     assert summary.rows(SUMMARY) == [
-        ("MFU", "41.5 %", "model FLOPs over peak FLOPs, while in steps"),
-        ("Effective MFU", "36.2 %", "the same over the whole time the GPUs were held"),
+        ("MFU", "41.5 %", "model FLOPs over peak FLOPs in steps, mean of the whole run"),
+        ("Effective MFU", "36.2 %", "of the whole run, over all time the GPUs were held"),
         ("Goodput", "95.5 %", "share of the wall clock that advanced the model"),
         ("ETTR", "93.1 %", "the same since submission"),
         ("Steps", "101", "298 ms each"),
         ("Tokens/s", "26,432", ""),
-        ("Worst rank", "2 (22.6 %)", "on node-7, GPU 3 (GPU-51a7)"),
+        ("Straggler", "2 (22.6 %)", "on node-7, GPU 3 (GPU-51a7)"),
         ("Time went to", "", "productive 95.5 % · checkpoint save 4.5 %"),
     ]
-    assert ("Worst rank", "-", "no rank is measured yet") in summary.rows(NOTHING_YET)
+    assert ("Straggler", "-", "no rank is measured yet") in summary.rows(NOTHING_YET)
+    well = replace(SUMMARY, straggler=None)
+    assert ("Straggler", "none", "no rank slows the run now") in summary.rows(well)
     assert "ETTR" not in {name for name, _, _ in summary.rows(NOTHING_YET)}
 
 
