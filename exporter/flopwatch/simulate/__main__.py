@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from flopwatch.simulate import h100
+from flopwatch.simulate.lies import LIES
 from flopwatch.simulate.node import SimulatedNode
 
 Flag = tuple[str, dict[str, Any]]
@@ -59,6 +60,7 @@ COMMANDS: dict[str, tuple[str, tuple[Flag, ...]]] = {
     "pcie": ("let the PCIe link train to less", (GPU, WIDTH, GENERATION)),
     "recovery": ("let the driver ask for a recovery action", (GPU, one_of("--action", range(8), required=True))),
     "profiler": ("let a profiler hold the hardware counters", (GPU, ON)),
+    "lie": ("let the driver mislead its readers, as some drivers do", (one_of("--kind", LIES, required=True), ON)),
     "symbol-errors": ("let symbol errors rise", (DEVICE, flag("--per-second", float, required=True))),
     "link": ("take a link down or up", (DEVICE, UP)),
     "rate": ("let a port train to another rate, in Gb/s",

@@ -98,7 +98,7 @@ def no_faults() -> dict[str, Any]:
     """Return the content of faults.json on a healthy node."""
     kinds = (
         "load lost ecc throttle heat hang fail blind withheld resets order driver mig nvlink_down nvlink_errors remap "
-        "pcie recovery profiler symbol_errors link rate removed"
+        "pcie recovery profiler lies symbol_errors link rate removed"
     )
     faults: dict[str, Any] = {kind: {} for kind in kinds.split()}
     return faults | {"hang": None, "order": list(range(GPUS)), "driver": DRIVER_VERSION}

@@ -214,6 +214,15 @@ class SimulatedNode:
             raise ValueError(f"{mode!r} is neither on nor off")
         self._set("profiler", _gpu(gpu), mode == "on")
 
+    def lie(self, kind: str, mode: str = "on") -> None:
+        """Let the driver mislead its readers in one way of lies.LIES (mode `on`), or no longer (`off`)."""
+        from flopwatch.simulate.lies import LIES  # loads the NVML bindings
+
+        if kind not in LIES or mode not in ("on", "off"):
+            raise ValueError(f"{kind!r} {mode!r} is not one of {', '.join(LIES)}, with on or off")
+        with self._folder.faults() as faults:
+            faults["lies"] = {name: True for name in {*faults["lies"], kind} if name != kind or mode == "on"}
+
     def symbol_errors(self, device: str, per_second: float) -> None:
         """Set the rate of symbol errors of an adapter's port, in errors per second."""
         self._set("symbol_errors", _device(device), per_second)

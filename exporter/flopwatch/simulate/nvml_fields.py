@@ -16,6 +16,7 @@ from flopwatch.simulate import h100
 # nvmlFieldValue_t: id, scope, timestamp, latency, type, return, value.
 VALUE = struct.Struct("=IIqqIIQ")
 UNSIGNED_INT, UNSIGNED_LONG_LONG, SIGNED_INT = 1, 3, 5
+PCIE_BYTES = (197, 198)
 TYPES = {**dict.fromkeys((82, 91, 164, 165, 166, 230), UNSIGNED_INT), **dict.fromkeys((193, 194, 195, 196), SIGNED_INT)}
 
 
@@ -34,7 +35,7 @@ def numbers(index: int, gpu: Mapping[str, Any], faults: Mapping[str, Any]) -> di
         3: corrected, 5: ecc.get("corrected_before", 0) + corrected,
         4: uncorrected, 6: ecc.get("uncorrected_before", 0) + uncorrected,
         193: -8, 194: -2, 94: 9, **dict.fromkeys((195, 196, 95, 169, *range(173, 184)), 0),
-        **dict.fromkeys((197, 198), int(busy * h100.PCIE_RATE) % 2**32),  # registers of 32 bits
+        **dict.fromkeys(PCIE_BYTES, int(busy * h100.PCIE_RATE)),
     }
     # fmt: on
     if not faults["mig"].get(key):

@@ -22,7 +22,7 @@ import pynvml as real
 
 from flopwatch.node.collectors.nvml.fields import Key
 from flopwatch.node.collectors.xid import kernel_lines
-from flopwatch.simulate import h100, nvml_fields
+from flopwatch.simulate import h100, lies, nvml_fields
 from flopwatch.simulate.folder import JsonFile
 
 VBIOS_VERSION = "96.00.A5.00.01"
@@ -90,7 +90,10 @@ class EventData:
 
 
 class Simulation:
-    """Replacement of pynvml with the functions that the collectors call. `order` has the GPU at each NVML index."""
+    """Replacement of pynvml with the functions that the collectors call. `order` has the GPU at each NVML index.
+
+    `sleep` takes the seconds that slow calls cost.
+    """
 
     def __init__(self, root: Path) -> None:
         self.faults = JsonFile(root / "faults.json", h100.no_faults())
@@ -98,6 +101,7 @@ class Simulation:
         self.calls = 0
         self.driver: str = self.faults.read()["driver"]
         self.order = list(range(h100.GPUS))
+        self.sleep: Callable[[float], None] = time.sleep
         self.gpm_samples: dict[int, tuple[float, float, float]] = {}
         self._node = JsonFile(root / "node.json")
         self.kmsg = root / "kmsg"
@@ -128,6 +132,12 @@ class Simulation:
     def _fault(self, kind: str, handle: Handle, default: Any) -> Any:
         return self.faults.read()[kind].get(str(handle.index), default)
 
+    @property
+    def lies(self) -> Mapping[str, Any]:
+        """Return the names of the lies that are switched on."""
+        switched: Mapping[str, Any] = self.faults.read()["lies"]
+        return switched
+
     def profiles(self, handle: Handle) -> list[str]:
         """Return the profiles of the MIG instances of a GPU, none if it is not partitioned."""
         profiles: list[str] = self._fault("mig", handle, [])
@@ -146,6 +156,8 @@ class Simulation:
     @call
     def nvmlInit(self) -> None:
         faults = self.faults.read()
+        if "slow_init" in self.lies:
+            self.sleep(lies.INIT_SECONDS)
         self.initialized = True
         self.order = list(faults["order"])
         self._resets = dict(faults["resets"])
@@ -199,7 +211,8 @@ class Simulation:
         used = self.gpu(handle)["memory_used"]
         process = {"pid": h100.pid(handle.index), "usedGpuMemory": used}
         process |= dict.fromkeys(("gpuInstanceId", "computeInstanceId"), 0xFFFFFFFF)
-        return [] if used == 0 else [real.nvmlFriendlyObject(process)]
+        processes = [] if used == 0 else [real.nvmlFriendlyObject(process)]
+        return lies.garbled(processes) if "garbled_processes" in self.lies else processes
 
     @call
     def nvmlDeviceGetClockInfo(self, handle: Handle, clock: int) -> int:
@@ -260,18 +273,28 @@ class Simulation:
 
     @call
     def nvmlDeviceGetFieldValues(self, handle: Handle, field_ids: Sequence[int | Key]) -> Any:
-        numbers = self.field_numbers(handle)
+        numbers, lying = self.field_numbers(handle), self.lies
         values = (real.c_nvmlFieldValue_t * len(field_ids))()
-        microseconds = time.time_ns() // 1000
-        for position, field in enumerate(field_ids):
-            key = (field, 0) if isinstance(field, int) else field
+        microseconds, latency = time.time_ns() // 1000, 1
+        keys = [(field, 0) if isinstance(field, int) else field for field in field_ids]
+        lies.check_mixed(lying, keys)
+        if "slow_values" in lying:
+            self.sleep(lies.SECONDS_PER_VALUE * len(keys))
+            latency = int(1e6 * lies.SECONDS_PER_VALUE)
+        for position, key in enumerate(keys):
+            place = position * nvml_fields.VALUE.size
+            if lies.unwritten(lying, key[0]):
+                nvml_fields.VALUE.pack_into(values, place, *key, 0, 0, lies.DOUBLE, real.NVML_SUCCESS, 0)
+                continue
             number, status = numbers.get(key), real.NVML_SUCCESS
             if number is None:
                 number, status = 0, real.NVML_ERROR_NOT_SUPPORTED
             kind = nvml_fields.TYPES.get(key[0], nvml_fields.UNSIGNED_LONG_LONG)
             number &= 0xFFFFFFFF if kind == nvml_fields.SIGNED_INT else 0xFFFFFFFFFFFFFFFF
-            place = position * nvml_fields.VALUE.size
-            nvml_fields.VALUE.pack_into(values, place, *key, microseconds, 1, kind, status, number)
+            if "wrapping_bytes" in lying and key[0] in nvml_fields.PCIE_BYTES:
+                number &= 0xFFFFFFFF
+            kind = lies.DOUBLE if "double_types" in lying else kind
+            nvml_fields.VALUE.pack_into(values, place, *key, microseconds, latency, kind, status, number)
         return values
 
     @call
@@ -285,6 +308,8 @@ class Simulation:
 
     @call
     def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: Handle, index: int) -> Handle:
+        if "hidden_mig" in self.lies:
+            raise real.NVMLError(real.NVML_ERROR_NO_PERMISSION)
         if index >= len(self.profiles(handle)):
             raise real.NVMLError(real.NVML_ERROR_NOT_FOUND)
         return Handle(handle.index, index)
@@ -312,6 +337,7 @@ class Simulation:
 
     def _sample(self, handle: Handle, sample: Any) -> Any:
         gpu = self.gpu(handle)
+        lies.check_gpm(self.lies, self._node.read()["time"])
         busy, tensor = gpu.get("busy_seconds", 0.0), gpu.get("tensor_seconds", 0.0)
         if self._fault("profiler", handle, False):
             busy = tensor = math.nan
@@ -375,8 +401,8 @@ ANSWERS: dict[str, Callable[..., Any]] = {
     ),
     "nvmlDeviceGetGpuInstanceId": lambda _, handle: 7 + (handle.slot or 0),
     "nvmlDeviceGetPciInfo": lambda _, handle: nvml_fields.pci_info(handle.index),
-    "nvmlDeviceGetPersistenceMode": lambda _, handle: 1,
-    "nvmlDeviceGetEccMode": lambda _, handle: [1, 1],
+    "nvmlDeviceGetPersistenceMode": lambda nvml, handle: int("no_persistence" not in nvml.lies),
+    "nvmlDeviceGetEccMode": lambda nvml, handle: [int("no_ecc" not in nvml.lies)] * 2,
     "nvmlDeviceGetEnforcedPowerLimit": lambda _, handle: int(h100.POWER_LIMIT * 1000),
     "nvmlDeviceGetPowerManagementDefaultLimit": lambda _, handle: int(h100.POWER_LIMIT * 1000),
     "nvmlDeviceGetPowerManagementLimitConstraints": lambda _, handle: [200_000, int(h100.POWER_LIMIT * 1000)],
