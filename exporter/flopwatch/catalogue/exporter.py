@@ -45,6 +45,10 @@ FLOPWATCH_IDENTITY_SOURCE_UP = gauge("flopwatch_identity_source_up",
     "Absent for sources not in use.", ("source",), "flopwatch.node.collectors.identity")
 FLOPWATCH_KERNEL_LOG_LOST_TOTAL = counter("flopwatch_kernel_log_lost_total", "Kernel log messages that were "
     "overwritten before the exporter read them.", (), "gaps in the /dev/kmsg record numbers")
+FLOPWATCH_NVML_FIELD_LATENCY_SECONDS_TOTAL = counter("flopwatch_nvml_field_latency_seconds_total", "Time that the "
+    "driver reports to have spent on NVML fields, by table: often, often_links (read at every scrape), seldom, links. "
+    "Absent where it reports none.",
+    ("table",), "latencyUsec in nvmlDeviceGetFieldValues", scale=1e-6)
 FLOPWATCH_OTLP_PUSHES_TOTAL = counter("flopwatch_otlp_pushes_total",
     "Pushes from training processes, by outcome: accepted, partial (some points refused), foreign_gpu (claims a GPU of "
     "another host). Refused as a whole: stale_process, invalid, limit, conflict, malformed, too_large, unauthorized, "

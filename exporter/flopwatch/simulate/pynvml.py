@@ -275,7 +275,7 @@ class Simulation:
     def nvmlDeviceGetFieldValues(self, handle: Handle, field_ids: Sequence[int | Key]) -> Any:
         numbers, lying = self.field_numbers(handle), self.lies
         values = (real.c_nvmlFieldValue_t * len(field_ids))()
-        microseconds, latency = time.time_ns() // 1000, 1
+        microseconds, latency = time.time_ns() // 1000, 0
         keys = [(field, 0) if isinstance(field, int) else field for field in field_ids]
         lies.check_mixed(lying, keys)
         if "slow_values" in lying:

@@ -1,5 +1,6 @@
 """NVML collector of `flopwatch doctor`, which keeps the nvmlReturn_t of each call, and the calls behind each row."""
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ class RecordedNvml:
 
         self._library = collector._nvml
         self._recorder = collector._nvml = Recorder(self._library)
+        collector._cost.budget = math.inf  # one read has all tables, also of a slow driver
         self._collector: Collector = collector
         self._notes = notes
 

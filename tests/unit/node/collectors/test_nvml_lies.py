@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pynvml
 import pytest
 
+from flopwatch import catalogue as m
+from flopwatch.catalogue import Metric, Sample
+from flopwatch.node.collectors.nvml import Nvml
+from flopwatch.node.collectors.nvml.fields import ADDED_UP, ALL_LINKS, Key
+from flopwatch.settings import ExporterSettings
 from flopwatch.simulate import SimulatedNode, h100
 from flopwatch.simulate.pynvml import Handle, Simulation
 
@@ -159,3 +164,184 @@ def test_only_the_first_process_is_not_garbled(node: SimulatedNode, driver: Simu
     pids = [process.pid for process in driver.nvmlDeviceGetComputeRunningProcesses_v3(FIRST)]
     assert pids[0] == h100.pid(0)
     assert min(pids[1:]) > 1 << 22
+
+
+# The collector on it.
+
+DEADLINE = ExporterSettings(host="node1").scrape_deadline
+INTERVAL = 15  # seconds between two scrapes
+Series = tuple[Metric, tuple[str, ...]]
+
+
+class Blackwell(Simulation):
+    """A driver with the fields of NVLink 5, which adds errors and bytes up over all links."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.errors: dict[Key, int] = {}
+        self.asked: list[Key] = []
+
+    def link_numbers(self, handle: Handle, busy: float, faults: Any) -> dict[Key, int]:
+        numbers = {(91, 0): 18}
+        for link in range(18):
+            numbers |= {(165, link): 1, (164, link): 53125, (166, link): 7, (220, link): 0xFFF, (222, link): 0xFFF}
+            numbers |= {(field, link): self.errors.get((field, link), 0) for field in ADDED_UP}
+            numbers |= {(field, link): 1000 for field in (202, 204)}
+        sums = {(field, ALL_LINKS): sum(numbers[field, link] for link in range(18)) for field in ADDED_UP}
+        return numbers | sums
+
+    def nvmlDeviceGetFieldValues(self, handle: Handle, field_ids: Sequence[int | Key]) -> Any:
+        self.asked += [key for key in field_ids if isinstance(key, tuple) and handle.index == 0]
+        return super().nvmlDeviceGetFieldValues(handle, field_ids)
+
+
+@pytest.fixture
+def collector(node: SimulatedNode, tmp_path: Path, clock: Clock) -> Callable[[Simulation], Nvml]:
+    def make(library: Simulation) -> Nvml:
+        library.sleep = clock.sleep
+        state = tmp_path / type(library).__name__
+        state.mkdir()
+        return Nvml(
+            library,
+            "node1",
+            state / "gpus.json",
+            "nvml",
+            clock,
+            sysfs=node.sysfs,
+            proc=node.root / "proc",
+            dev=node.root / "dev",
+        )
+
+    return make
+
+
+def values(samples: list[Sample]) -> dict[Series, float]:
+    return {(row, labels): value for row, labels, value in samples}
+
+
+@pytest.mark.parametrize("library", [Simulation, Blackwell])
+def test_no_read_of_a_slow_driver_exceeds_the_deadline_and_every_link_is_read_within_a_minute(
+    node: SimulatedNode, collector: Callable[[Simulation], Nvml], clock: Clock, library: type[Simulation]
+) -> None:
+    node.lie("slow_values")
+    nvml = collector(library(node.root))
+    start = clock.now
+
+    def scrape() -> dict[Series, float]:
+        began = clock.now
+        seen = values(nvml.read())
+        assert clock.now - began < DEADLINE
+        clock.now = began + INTERVAL
+        return seen
+
+    while clock.now < start + 60:
+        seen = scrape()
+    states = [labels[0] for row, labels in seen if row is m.NVLINK_LINKS and labels[2] == "active"]
+    assert sorted(states) == [str(gpu) for gpu in range(8)]
+    for gpu in range(8):
+        node.nvlink(gpu, 3, "down")
+        node.nvlink_errors(gpu, 5, "crc", 7)
+    if library is Simulation:
+        changed = clock.now
+        while clock.now < changed + 60:
+            seen = scrape()
+        for gpu in range(8):
+            labels = (str(gpu), node.uuid(gpu))
+            assert seen[m.NVLINK_LINKS, (*labels, "active")] == 17
+            assert seen[m.NVLINK_LINK_ERRORS_TOTAL, (*labels, "5", "crc")] == 7
+
+
+def test_a_fast_driver_answers_every_table_at_once(
+    node: SimulatedNode, collector: Callable[[Simulation], Nvml]
+) -> None:
+    seen = values(collector(Simulation(node.root)).read())
+    assert len([labels for row, labels in seen if row is m.NVLINK_INFO]) == 8
+    assert m.FLOPWATCH_NVML_FIELD_LATENCY_SECONDS_TOTAL not in {row for row, _ in seen}, "the driver reports none"
+
+
+def test_the_latency_that_the_driver_reports_is_added_up_by_table(
+    node: SimulatedNode, collector: Callable[[Simulation], Nvml], clock: Clock
+) -> None:
+    node.lie("slow_values")
+    nvml, row = collector(Simulation(node.root)), m.FLOPWATCH_NVML_FIELD_LATENCY_SECONDS_TOTAL
+    first = values(nvml.read())
+    clock.now += 1
+    second = values(nvml.read())
+    assert {labels for which, labels in first if which is row} == {
+        ("often",),
+        ("often_links",),
+        ("seldom",),
+        ("links",),
+    }
+    assert (second[row, ("often_links",)] - first[row, ("often_links",)]) * row.scale == pytest.approx(0.001 * 4 * 8)
+
+
+def test_links_are_read_one_by_one_only_after_their_sum_rose(
+    node: SimulatedNode, collector: Callable[[Simulation], Nvml], clock: Clock
+) -> None:
+    driver = Blackwell(node.root)
+    nvml = collector(driver)
+    link = ("0", node.uuid(0), "4", "symbol")
+
+    def scrape() -> tuple[set[int], dict[Series, float]]:
+        driver.asked.clear()
+        clock.now += INTERVAL
+        node.tick(START + clock.now)
+        seen = values(nvml.read())
+        return {field for field, scope in driver.asked if field in ADDED_UP and scope != ALL_LINKS}, seen
+
+    asked, seen = scrape()
+    assert asked == set()
+    assert seen[m.NVLINK_TRANSMIT_BYTES_TOTAL, link[:2]] == 18_000
+    assert seen[m.NVLINK_ERRORS_TOTAL, (*link[:2], "symbol")] == 0
+    driver.errors = {(221, 4): 3}
+    asked, seen = scrape()
+    assert asked == {221}
+    assert seen[m.NVLINK_ERRORS_TOTAL, (*link[:2], "symbol")] == seen[m.NVLINK_LINK_ERRORS_TOTAL, link] == 3
+    asked, seen = scrape()
+    assert asked == set()
+    assert seen[m.NVLINK_LINK_ERRORS_TOTAL, link] == 3
+    driver.errors = {(221, 4): 1}  # the GPU was reset
+    asked, seen = scrape()
+    assert (asked, seen[m.NVLINK_LINK_ERRORS_TOTAL, link]) == ({221}, 1)
+
+
+def test_a_link_that_fails_while_a_sum_rises_is_read_again_at_once(
+    node: SimulatedNode, collector: Callable[[Simulation], Nvml], clock: Clock
+) -> None:
+    class Moody(Blackwell):
+        failing = False
+
+        def nvmlDeviceGetFieldValues(self, handle: Handle, field_ids: Sequence[int | Key]) -> Any:
+            entries = super().nvmlDeviceGetFieldValues(handle, field_ids)
+            for value in entries:
+                if self.failing and value.fieldId == 221 and value.scopeId != ALL_LINKS:
+                    value.nvmlReturn = pynvml.NVML_ERROR_TIMEOUT
+            return entries
+
+    driver = Moody(node.root)
+    nvml = collector(driver)
+    nvml.read()
+    driver.errors, driver.failing = {(221, 4): 3}, True
+    clock.now += INTERVAL
+    node.tick(START + clock.now)
+    nvml.read()
+    driver.failing = False
+    clock.now += 1
+    assert values(nvml.read())[m.NVLINK_LINK_ERRORS_TOTAL, ("0", node.uuid(0), "4", "symbol")] == 3
+
+
+def test_a_driver_that_only_adds_up_still_has_sums(
+    node: SimulatedNode, collector: Callable[[Simulation], Nvml], clock: Clock
+) -> None:
+    class Summing(Blackwell):
+        def link_numbers(self, handle: Handle, busy: float, faults: Any) -> dict[Key, int]:
+            self.errors = {(221, 4): 3}
+            numbers = super().link_numbers(handle, busy, faults)
+            return {key: count for key, count in numbers.items() if key[0] not in ADDED_UP or key[1] == ALL_LINKS}
+
+    nvml = collector(Summing(node.root))
+    for _ in range(2):
+        errors = {row: value for (row, labels), value in values(nvml.read()).items() if labels[2:] == ("symbol",)}
+        assert errors == {m.NVLINK_ERRORS_TOTAL: 3}
+        clock.now += INTERVAL

@@ -20,7 +20,17 @@ from flopwatch import catalogue as m
 from flopwatch.catalogue import Sample
 from flopwatch.node.collectors import AccessLost, Inventory, RestartReader, StateFile, Unsupported
 from flopwatch.node.collectors.nvml import access
-from flopwatch.node.collectors.nvml.card import GONE, LACKING, OVER, REPLACED, UNINITIALIZED, NvmlCard, Past, code_of
+from flopwatch.node.collectors.nvml.card import (
+    GONE,
+    LACKING,
+    OVER,
+    REPLACED,
+    UNINITIALIZED,
+    Cost,
+    NvmlCard,
+    Past,
+    code_of,
+)
 from flopwatch.node.collectors.nvml.library import NvmlLibrary
 from flopwatch.node.collectors.nvml.reads import READS
 
@@ -65,6 +75,8 @@ class Nvml:
         self._cards: dict[int, NvmlCard] = {}
         self._past: defaultdict[str, Past] = defaultdict(Past)
         self._minors: dict[str, int] = {}  # minor number of each GPU's device file, where NVML reports it
+        self._cost = Cost()
+        self._first = 0  # NVML index of the GPU that is read first
         self._reported: set[tuple[str, str]] = set()
 
     def read(self) -> list[Sample]:
@@ -96,11 +108,15 @@ class Nvml:
         answers: dict[str, list[Sample]] = {}
         found: dict[str, dict[str, str]] = {}
         errors: dict[str, Exception] = {}
-        for index in range(count):
+        waiting: list[int] = []
+        self._cost.seldom = 0.0
+        for index in [*range(self._first, count), *range(min(self._first, count))]:
             try:
                 card = self._card(index)
                 found[card.identity["uuid"]] = card.identity
                 answers[card.identity["uuid"]] = card.read()
+                if card.waits:
+                    waiting.append(index)
             except Exception as error:
                 # An error of one GPU, or of pynvml itself, must not cost the other GPUs.
                 if code_of(self._nvml, error) in OVER:
@@ -108,6 +124,7 @@ class Nvml:
                 if code_of(self._nvml, error) is None:
                     self._report(f"GPU {index}", error)
                 errors[str(index)] = error
+        self._first = waiting[0] if waiting else 0
         self._forget_replaced(found)
         self._inventory.update({**found, **self._renumbered(count, found)})
         self._store(answers)
@@ -119,6 +136,11 @@ class Nvml:
         if not any(row is m.GPU_PRESENT for row, _, _ in samples):
             reason = next(iter(errors.values()), "no GPU's device file can be opened")
             raise AccessLost(f"no GPU answers this process:  {reason}", samples)
+        latencies = self._cost.latencies
+        if any(latencies.values()):
+            samples += [
+                (m.FLOPWATCH_NVML_FIELD_LATENCY_SECONDS_TOTAL, (table,), latencies[table]) for table in latencies
+            ]
         return samples
 
     def _samples(self, count: int, answers: dict[str, list[Sample]], errors: dict[str, Exception]) -> list[Sample]:
@@ -221,7 +243,9 @@ class Nvml:
             past = self._past[identity["uuid"]]
             stored = self._stored.get(identity["uuid"], {})
             past.links.once_up.update(link for link in stored.get("links", ()) if isinstance(link, int))
-            self._cards[index] = NvmlCard(nvml, handle, identity, past, self._clock, self._proc, self._report, READS)
+            self._cards[index] = NvmlCard(
+                nvml, handle, identity, past, self._clock, self._proc, self._report, READS, self._cost
+            )
         return self._cards[index]
 
     def _identity(self, handle: Any, index: str) -> dict[str, str]:

@@ -6,7 +6,7 @@ of pynvml itself, costs one read the values of that call. https://docs.nvidia.co
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -29,6 +29,9 @@ BLIND = (4, 17, 999)  # of a process without access: NO_PERMISSION, OPERATING_SY
 # _NO_PERMISSION, _FUNCTION_NOT_FOUND, _ARGUMENT_VERSION_MISMATCH, _DEPRECATED.
 LACKING = (2, 3, 4, 13, 25, 26)
 NO_PERMISSION, FUNCTION_NOT_FOUND = 4, 13
+# Seconds that a read of all GPUs spends on tables of seldom fields, a fifth of a scrape's default deadline. On NVLink 5
+# each value of a link may be a register access through the GPU's firmware.
+SELDOM_TABLES_BUDGET = 0.5
 
 Values = Iterator[Value]
 
@@ -50,12 +53,25 @@ class Past:
     owners: dict[int, str] = field(default_factory=dict)
 
 
+@dataclass
+class Cost:
+    """Time that tables of fields cost: microseconds by table as the driver reports them, and seconds of this read.
+
+    Of the seconds, `seldom` are those of tables of seldom fields, at most about `budget`.
+    """
+
+    latencies: Counter[str] = field(default_factory=Counter)
+    seldom: float = 0.0
+    budget: float = SELDOM_TABLES_BUDGET
+
+
 @dataclass(frozen=True, eq=False)
 class Read:
     """NVML function `name`, which a GPU may lack, and the generator `values` that calls it and yields readings.
 
     `every` is the interval in seconds, 0 for every read. `needs` are further names that pynvml must have. `instead_of`:
-    only on a GPU that lacks all these fields and calls. `whole`: not in MIG mode.
+    only on a GPU that lacks all these fields and calls. `whole`: not in MIG mode. `table` names a table of fields.
+    Where such reads are slow, a seldom one waits for a later read of all GPUs.
     """
 
     name: str
@@ -64,6 +80,7 @@ class Read:
     needs: tuple[str, ...] = ()
     instead_of: tuple[Key | Read, ...] = ()
     whole: bool = False
+    table: str = ""
 
 
 class NvmlCard:
@@ -79,6 +96,7 @@ class NvmlCard:
         proc: Path,
         report: Callable[[str, Exception], None],
         reads: tuple[Read, ...],
+        cost: Cost,
     ) -> None:
         self.nvml, self.handle, self.identity = nvml, handle, identity
         self.past, self.proc, self.report = past, proc, report
@@ -91,7 +109,9 @@ class NvmlCard:
         self.mig: list[dict[str, str]] | None = None
         self.incomplete = False  # set by a read whose values count and that must be repeated at once
         self.unasked = False  # set by a read that has values without a call of the driver
-        self._clock, self._reads = clock, reads
+        self.waits = False  # whether a table was not read because the budget of this read was spent
+        self._clock, self._reads, self._cost = clock, reads, cost
+        self._table = ""
         self._unaskable: dict[Key, int] = {}  # nvmlReturn_t of fields for which the whole call fails
         self._group: dict[Key, int] = {}  # fields of different groups are requested in different calls; default 0
         self._group_numbers = count(1)
@@ -106,14 +126,20 @@ class NvmlCard:
         samples: list[Sample] = []
         worked = False
         failure: Exception | None = None
+        self.waits = False
         for read in self._reads:
             if not self._wants(read):
                 continue
-            if now < self._due.get(read, -inf):
-                samples += self._held[read]
+            due = now >= self._due.get(read, -inf)
+            seldom_table = read.table != "" and read.every > 0
+            if due and seldom_table and self._cost.seldom >= self._cost.budget:
+                self.waits, due = True, False
+            if not due:
+                samples += self._held.get(read, ())
                 continue
             self._due.pop(read, None)
             fresh: list[Sample] = []
+            begun, self._table = self._clock(), read.table
             try:
                 self.incomplete = self.unasked = False
                 for row, extra, number in read.values(self):
@@ -130,6 +156,8 @@ class NvmlCard:
                 elif code in LACKING:
                     self.lacks[read] = code
                 failure = error
+            if seldom_table:
+                self._cost.seldom += self._clock() - begun
             samples += fresh
         # A GPU that never supported anything (Tegra) is present. One that stopped answering altogether is not readable.
         unsupported = not self._worked and code_of(self.nvml, failure) not in (None, *BLIND)
@@ -150,6 +178,7 @@ class NvmlCard:
         """Make the next read request every call and field again, also those that the GPU lacked before."""
         self.lacks = {read: code for read, code in self.lacks.items() if code == FUNCTION_NOT_FOUND}
         self._due.clear()
+        self._held.clear()
         self._unaskable.clear()
         self.latest.clear()
 
@@ -177,7 +206,9 @@ class NvmlCard:
         return {key: value for key, value in answers.items() if key not in refused}, refused
 
     def _call(self, keys: list[Key]) -> dict[Key, Any]:
-        return dict(zip(keys, self.nvml.nvmlDeviceGetFieldValues(self.handle, keys), strict=True))
+        values = self.nvml.nvmlDeviceGetFieldValues(self.handle, keys)
+        self._cost.latencies[self._table] += sum(value.latencyUsec for value in values)
+        return dict(zip(keys, values, strict=True))
 
     def _split(self, keys: list[Key], error: Exception) -> tuple[dict[Key, Any], dict[Key, int]]:
         """Request fields that NVML refuses together with `error` in smaller calls. Return answers and refused fields.

@@ -122,6 +122,8 @@ LINK_ERRORS = {
     214: "recovery_failed", 219: "effective", 221: "symbol",
 }
 LINK_BYTES = {202: m.NVLINK_TRANSMIT_BYTES_TOTAL, 204: m.NVLINK_RECEIVE_BYTES_TOTAL}
+# Fields that NVML adds up over all links for the scope ALL_LINKS, the only one with which DCGM 4.6.0 requests them.
+ADDED_UP = (202, 204, *range(206, 213), 214, 215, 219, 221)
 INSTEAD_OF_LINKS = {202: NVLINK_DATA_SENT, 204: NVLINK_DATA_RECEIVED}  # of all links together, where a GPU has it
 LINK_BERS = {293: m.NVLINK_RAW_BIT_ERROR_RATIO, 220: m.NVLINK_EFFECTIVE_BIT_ERROR_RATIO,
              222: m.NVLINK_SYMBOL_BIT_ERROR_RATIO}
@@ -244,7 +246,7 @@ class Links:
             for link, count in sorted(self.counts[field_id].items()):
                 if count > 0:
                     self.failed.add((field_id, link))
-                if (field_id, link) in self.failed:
+                if (field_id, link) in self.failed and link != ALL_LINKS:
                     values.append((m.NVLINK_LINK_ERRORS_TOTAL, (str(link), error), count))
         return values
 
@@ -253,5 +255,7 @@ class Links:
         last, now = self.counts.get(field_id, {}), by_id[field_id]
         if any(count < last.get(link, 0) for link, count in now.items()):
             last = {}  # the GPU was reset, and its unreadable links with it
+        if ALL_LINKS in now or ALL_LINKS in last:
+            last = {}  # a sum is instead of its links
         self.counts[field_id] = {**last, **now}
         return sum(self.counts[field_id].values())

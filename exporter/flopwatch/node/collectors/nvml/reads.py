@@ -13,11 +13,12 @@ from flopwatch.catalogue import Metric
 from flopwatch.node.collectors import cgroup
 from flopwatch.node.collectors.nvml import fields, gpm
 from flopwatch.node.collectors.nvml.card import GONE, LACKING, NO_PERMISSION, OVER, NvmlCard, Read, Values, code_of
-from flopwatch.node.collectors.nvml.fields import Key
+from flopwatch.node.collectors.nvml.fields import ALL_LINKS, Key
 
 SELDOM = 9.0  # seconds between two reads of values that change seldom or cost more
 ONCE = inf
 
+NOT_SUPPORTED = 3  # nvmlReturn_t
 EMPTY_SLOT = (2, 6)  # NVML_ERROR_NOT_FOUND or NVML_ERROR_INVALID_ARGUMENT
 MIG_PROFILE = re.compile(r"(?:[0-9]+c\.)?[0-9]+g\.[0-9]+gb\S*")  # 1g.10gb, 1c.3g.40gb, 1g.10gb+me
 # Early R535 releases return the second process and all others garbled (an ABI break of nvmlProcessInfo_v3).
@@ -73,7 +74,10 @@ def _ecc_mode(card: NvmlCard) -> Values:
 
 
 def _links(card: NvmlCard) -> Values:
-    """Yield readings of all NVLinks. A field is unsupported only if every link refuses it: down links have few."""
+    """Yield readings of all NVLinks. A field is unsupported only if every link refuses it: down links have few.
+
+    Errors are requested per link only after their sum over all links changed, where the driver adds them up.
+    """
     count = card.latest.get(fields.LINK_COUNT)
     if count is None:
         answers, refused = card.ask([fields.LINK_COUNT])
@@ -84,22 +88,54 @@ def _links(card: NvmlCard) -> Values:
     links = range(int(count))
     added_up = {field_id for field_id, whole in fields.INSTEAD_OF_LINKS.items() if whole in card.lacks}
     needless = fields.INSTEAD_OF_LINKS.keys() - added_up
-    wanted = [id for id in fields.PER_LINK if (id, None) not in card.lacks and id not in needless]
-    if not links or not wanted:
+    wanted = [id for id in fields.PER_LINK if id not in needless]
+    if not links:
         return
-    answers, refused = card.ask([(field_id, link) for field_id in wanted for link in links])
-    for field_id in wanted:
-        if all(refused.get((field_id, link)) in LACKING for link in links):
+    sums, counts = _sums(card, wanted), card.past.links.counts
+    numbers: dict[Key, float] = {}
+    by_link = [id for id in wanted if (id, None) not in card.lacks and not _added_up(card, id)]
+    for field_id, total in sums.items():
+        before = counts.get(field_id) or dict.fromkeys(links, 0.0)
+        if field_id in fields.LINK_BYTES or (field_id, None) in card.lacks:
+            numbers[field_id, ALL_LINKS] = total
+        elif total == card.latest.get((field_id, ALL_LINKS), sum(before.values())):
+            numbers |= {(field_id, link): count for link, count in before.items()}
+        else:
+            by_link.append(field_id)
+    answers, refused = card.ask([(field_id, link) for field_id in by_link for link in links]) if by_link else ({}, {})
+    for field_id in by_link:
+        codes = {refused.get((field_id, link), 0) for link in links}
+        if codes <= set(LACKING):
             card.lacks[field_id, None] = refused[field_id, links[0]]
-    card.incomplete = not set(refused.values()) <= set(LACKING)
-    numbers = {key: number for key, value in answers.items() if (number := fields.number(value)) is not None}
+            if field_id in sums:
+                numbers[field_id, ALL_LINKS] = sums[field_id]
+        if field_id in sums and codes <= {0, *LACKING}:
+            card.latest[field_id, ALL_LINKS] = sums[field_id]
+    card.incomplete = card.incomplete or not set(refused.values()) <= set(LACKING)
+    numbers |= {key: number for key, value in answers.items() if (number := fields.number(value)) is not None}
     if (fields.LINK_STATE, None) in card.lacks:
         numbers |= _old_link_states(card, links)
     yield from card.past.links.take(numbers)
-    if all((field_id, None) in card.lacks for field_id in fields.LINK_ERRORS):
+    if not sums.keys() & fields.LINK_ERRORS and all((field_id, None) in card.lacks for field_id in fields.LINK_ERRORS):
         yield from _batch(card, fields.OLD_LINKS)
     if (fields.LINK_SPEED, None) in card.lacks:
         yield from _batch(card, (fields.OLD_LINK_SPEED,))
+
+
+def _added_up(card: NvmlCard, field_id: int) -> bool:
+    return field_id in fields.ADDED_UP and (field_id, ALL_LINKS) not in card.lacks
+
+
+def _sums(card: NvmlCard, wanted: list[int]) -> dict[int, float]:
+    """Return the sums over all links, by field id, of fields that the driver adds up."""
+    keys = [(field_id, ALL_LINKS) for field_id in wanted if _added_up(card, field_id)]
+    answers, refused = card.ask(keys) if keys else ({}, {})
+    sums = {key[0]: total for key in answers if (total := fields.number(answers[key])) is not None}
+    for key in keys:
+        if key[0] not in sums and refused.get(key, NOT_SUPPORTED) in LACKING:
+            card.lacks[key] = refused.get(key, NOT_SUPPORTED)
+    card.incomplete = not set(refused.values()) <= set(LACKING)
+    return sums
 
 
 def _old_link_states(card: NvmlCard, links: range) -> dict[Key, float]:
@@ -380,10 +416,10 @@ _FABRIC = Read("nvmlDeviceGetGpuFabricInfoV", partial(_fabric, structure="c_nvml
 READS: tuple[Read, ...] = (
     Read("nvmlDeviceGetMigMode", _mig, SELDOM),
     Read("nvmlDeviceGetEccMode", _ecc_mode, SELDOM),
-    Read("nvmlDeviceGetFieldValues", partial(_batch, table=fields.FAST)),
-    Read("nvmlDeviceGetFieldValues", partial(_batch, table=fields.FAST_LINKS)),
-    Read("nvmlDeviceGetFieldValues", partial(_batch, table=fields.SLOW), SELDOM),
-    Read("nvmlDeviceGetFieldValues", _links, SELDOM, whole=True),
+    Read("nvmlDeviceGetFieldValues", partial(_batch, table=fields.FAST), table="often"),
+    Read("nvmlDeviceGetFieldValues", partial(_batch, table=fields.FAST_LINKS), table="often_links"),
+    Read("nvmlDeviceGetFieldValues", partial(_batch, table=fields.SLOW), SELDOM, table="seldom"),
+    Read("nvmlDeviceGetFieldValues", _links, SELDOM, whole=True, table="links"),
     Read("nvmlGpmSampleGet", _activity, needs=("nvmlGpmQueryDeviceSupport", "nvmlGpmMetricsGet")),
     Read("nvmlGpmMigSampleGet", _instance_activity, needs=("nvmlGpmQueryDeviceSupport", "nvmlGpmMetricsGet")),
     _value(m.GPU_ENERGY_JOULES_TOTAL, "nvmlDeviceGetTotalEnergyConsumption", instead_of=((83, 0),)),
