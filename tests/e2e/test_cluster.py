@@ -20,6 +20,8 @@ LATE = 8 * STRAGGLER[0] + STRAGGLER[1]
 # A hook sends these only if they have a value, or with a source that the simulation does not have.
 NOT_SENT = {
     m.TRAINING_MFU_UNAVAILABLE,
+    m.TRAINING_COLLECTIVE_WAIT_UNAVAILABLE,
+    m.TRAINING_MISSED_MARKS_TOTAL,
     m.TRAINING_STUCK_FRAME_INFO,
     m.TRAINING_POSITION_TOKENS,
     m.TRAINING_SAMPLES_TOTAL,

@@ -267,24 +267,8 @@ def _watch_group(watched: Watch, group: Any) -> None:
         wait_for_post_backward, finalize_backward = group._wait_for_post_backward, group.finalize_backward
     except AttributeError as error:
         raise Unmeasured("unknown_pytorch", f"this PyTorch's FSDP2 is not as expected: {error}") from error
-    current_stream = getattr(group, "device_handle", torch.cuda).current_stream
     in_post_backward = False
     reducing: Mark | None = None  # since when the stream may wait for an earlier reduce-scatter
-
-    def timed_wait_for_unshard() -> None:
-        # The wait with which the original method begins, so that the copy after it does not count.
-        began = None
-        try:
-            result = group._all_gather_result
-            if result is not None and (began := watched.begins()) is not None:
-                if result.all_gather_event is not None:
-                    current_stream().wait_event(result.all_gather_event)
-                if result.all_gather_work is not None:
-                    result.all_gather_work.wait()
-        except Exception as error:
-            watched.failed(error)
-        watched.ends(began)
-        wait_for_unshard()
 
     def timed_post_backward(*unused: object) -> None:
         nonlocal in_post_backward, reducing
@@ -321,7 +305,7 @@ def _watch_group(watched: Watch, group: Any) -> None:
             watched.ends(began)
 
     for ours in (
-        timed_wait_for_unshard,
+        _timed_wait_for_unshard(watched, group, wait_for_unshard),
         timed_post_backward,
         timed_reshard,
         timed_wait_for_post_backward,
@@ -329,6 +313,27 @@ def _watch_group(watched: Watch, group: Any) -> None:
     ):
         name = ours.__name__.removeprefix("timed_")
         watched.handles.append(_Replaced(group, "_" + name if name == "wait_for_post_backward" else name, ours))
+
+
+def _timed_wait_for_unshard(watched: Watch, group: Any, wait_for_unshard: Callable[[], None]) -> Callable[[], None]:
+    current_stream = getattr(group, "device_handle", torch.cuda).current_stream
+
+    def timed_wait_for_unshard() -> None:
+        # The wait with which the original method begins, so that the copy after it does not count.
+        began = None
+        try:
+            result = group._all_gather_result
+            if result is not None and (began := watched.begins()) is not None:
+                if result.all_gather_event is not None:
+                    current_stream().wait_event(result.all_gather_event)
+                if result.all_gather_work is not None:
+                    result.all_gather_work.wait()
+        except Exception as error:
+            watched.failed(error)
+        watched.ends(began)
+        wait_for_unshard()
+
+    return timed_wait_for_unshard
 
 
 _replaced: list[_Replaced] = []
