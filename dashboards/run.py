@@ -165,14 +165,10 @@ progress = [
     ),
     d.timeseries(
         "Step time, mean and 99th percentile",
-        "Duration of optimizer steps on all ranks. The mean covers five minutes. The 99th percentile covers at least "
-        "four scrapes, and more if the time range is long. Expected: constant and close together. If only the 99th "
-        "percentile is high, some steps stall.",
+        "Duration of optimizer steps on all ranks, in the last five minutes. The 99th percentile covers at least the "
+        "last 100 steps. Expected: constant and close together. If only the 99th percentile is high, some steps stall.",
         d.Query(f"{r.STEP_DURATION}{{{RUN}}}", "mean"),
-        d.Query(
-            f"histogram_quantile(0.99, sum by (le) (rate({m.TRAINING_STEP_DURATION_SECONDS}_bucket{{{RUN}}}{RATE})))",
-            "99th percentile",
-        ),
+        d.Query(f'max({m.TRAINING_STEP_QUANTILE_SECONDS}{{{RUN},quantile="0.99"}})', "99th percentile"),
         unit="s",
     ),
 ]

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from flopwatch import catalogue as m
 from flopwatch.catalogue import Metric
-from flopwatch.training.totals import DURATION_BOUNDS
+from flopwatch.training.totals import DURATION_BOUNDS, QUANTILES
 from simulator.jobs import JobAttempt
 from simulator.metrics import COLLECTIVES, Line, info, line, rank_info
 from simulator.nodes import EPOCH
@@ -36,6 +36,7 @@ class HookTotals:
     steps: int = 0
     waits: dict[int, float] = field(default_factory=dict)  # seconds by rank
     durations: Counter[int] = field(default_factory=Counter)  # steps by bucket of the histogram
+    each: float = 0.0  # seconds of the last steps, which all take the same
     seconds: float = 0.0  # in steps
 
 
@@ -64,6 +65,7 @@ class Hooks:
         slowest = slowest_rank(topology, state)
         lost = max(0.0, 1 - job.step_seconds / attempt.each) if slowest is not None else 0.0
         totals.durations[bisect_left(DURATION_BOUNDS, attempt.each)] += new
+        totals.each = attempt.each
         totals.seconds += new * attempt.each
         totals.steps = made
         common = self._common_samples(state, attempt, totals, t)
@@ -145,6 +147,8 @@ class Hooks:
             (m.TRAINING_NONFINITE_TOTAL, (*run, "grad_norm"), 0.0),
             (m.TRAINING_LOSS_SPIKES_TOTAL, run, 0.0),
         ]
+        if totals.steps:
+            samples += [(m.TRAINING_STEP_QUANTILE_SECONDS, (*run, str(share)), totals.each) for share in QUANTILES]
         if position is not None:
             loss = 1.8 + 9 * math.exp(-position / 60) + self._rng.gauss(0, 0.02)
             samples += [(m.TRAINING_LOSS, run, loss), (m.TRAINING_GRAD_NORM, run, 0.4 + self._rng.uniform(0, 0.1))]

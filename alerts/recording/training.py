@@ -28,9 +28,6 @@ RANK_MFU = "rank:training_mfu:ratio_rate5m"
 RUN_HFU = "run:training_hfu:ratio_rate5m"
 FLEET_MFU = "fleet:training_mfu:ratio_rate5m"
 STEP_DURATION = "run:training_step_duration_seconds:mean5m"
-STEP_P50 = "run:training_step_duration_seconds:p50_rate5m"
-STEP_P90 = "run:training_step_duration_seconds:p90_rate5m"
-STEP_P99 = "run:training_step_duration_seconds:p99_rate5m"
 TOKENS = "run:training_tokens:rate5m"
 PAGES = "run:training_page:bool"
 WAIT = "rank:training_collective_wait:ratio"
@@ -163,24 +160,6 @@ RECORDS: tuple[Record, ...] = (
             (sum by (run) (rate(training_step_duration_seconds_count[<5m>])) > 0)
         """,
         "Mean duration of an optimizer step, in seconds.",
-    ),
-    Record(
-        "detail",
-        STEP_P50,
-        "histogram_quantile(0.5, sum by (run, le) (rate(training_step_duration_seconds_bucket[<5m>]))) >= 0",
-        "Duration in seconds that 50 % of the optimizer steps do not exceed, estimated from the histogram's buckets.",
-    ),
-    Record(
-        "detail",
-        STEP_P90,
-        "histogram_quantile(0.9, sum by (run, le) (rate(training_step_duration_seconds_bucket[<5m>]))) >= 0",
-        "Duration in seconds that 90 % of the optimizer steps do not exceed, estimated from the histogram's buckets.",
-    ),
-    Record(
-        "detail",
-        STEP_P99,
-        "histogram_quantile(0.99, sum by (run, le) (rate(training_step_duration_seconds_bucket[<5m>]))) >= 0",
-        "Duration in seconds that 99 % of the optimizer steps do not exceed, estimated from the histogram's buckets.",
     ),
     Record(
         "training", TOKENS, "sum by (run) (rate(training_tokens_total[<5m>]))", ("Tokens per second of the whole run.")

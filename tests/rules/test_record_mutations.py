@@ -36,7 +36,6 @@ BROKEN = [
     # A rank that moved, and an exporter under another address, leave two series.
     (recording.RANK_MFU, "sum by (run, rank) (rate(training_model", "max by (run, rank) (rate(training_model"),
     (recording.HOST_MFU, "sum by (instance, run) (rate(training_model", "max by (instance, run) (rate(training_model"),
-    (recording.STEP_P90, "sum by (run, le)", "max by (run, le)"),
     (recording.RUN_POWER, "sum by (uuid)", "max by (uuid)"),
     # A rank that two jobs scrape is not twice as fast.
     (RAIL, "max by (instance, device, port) (", "("),

@@ -19,6 +19,8 @@ from flopwatch import catalogue
 from flopwatch.catalogue import Metric
 from flopwatch.training.timeline import Timeline
 
+QUANTILES = (0.5, 0.9, 0.99)
+RECENT_SECONDS, RECENT_LEAST, RECENT_MOST = 300.0, 100, 10_000  # steps whose duration is kept for the quantiles
 DURATION_BOUNDS = (0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 180.0)  # seconds
 
 # Seconds that a device may lag. Beyond that time goes on without it, so that a hang becomes visible.
@@ -142,6 +144,7 @@ class Totals:
         self.measured_steps = 0
         self.durations = [0] * (len(DURATION_BOUNDS) + 1)
         self.duration_sum = 0.0
+        self.recent: deque[tuple[float, float]] = deque(maxlen=RECENT_MOST)  # end and duration of steps
         self.others: dict[Metric, dict[Labels, float]] = {}
         # The open step's.
         self._wait: float | None = None  # None: not measured
@@ -184,6 +187,14 @@ class Totals:
         self._now = max(self._now, now)
         return self._now
 
+    def quantiles(self) -> dict[float, float]:
+        """Return the duration in seconds that each share of the last steps did not exceed; none before a step."""
+        recent = self.recent
+        while len(recent) > RECENT_LEAST and recent[0][0] < recent[-1][0] - RECENT_SECONDS:
+            recent.popleft()
+        ordered = sorted(duration for _, duration in recent)
+        return {share: ordered[math.ceil(share * len(ordered)) - 1] for share in QUANTILES if ordered}
+
     # Methods for events: called with the event's instant, which never falls, and its arguments.
 
     def step(self, now: float, work: int | Work) -> None:
@@ -198,6 +209,7 @@ class Totals:
         self.last_step = now
         timed = self.timeline.step(now)
         if timed is not None and not (self._missed_begin or self._missed_end):
+            self.recent.append((now, timed[0]))
             self._time(*timed, missed=self._missed)
         self._missed, self._missed_begin = False, self._missed_end
         self._wait = None

@@ -81,6 +81,9 @@ EXPECTED_SAMPLES = {
     "training_sampled_every_steps": 1.0,
     "training_nonfinite_total{value=loss}": 0.0,
     "training_loss_spikes_total": 0.0,
+    "training_step_quantile_seconds{quantile=0.5}": 4.0,
+    "training_step_quantile_seconds{quantile=0.9}": 5.0,
+    "training_step_quantile_seconds{quantile=0.99}": 5.0,
     "training_hook_errors_total": 0.0,
     "training_activity_seconds_total{activity=startup}": 41.0,  # 30 before Run(), 10, and the first batch
     "training_activity_seconds_total{activity=step}": 8.0,
@@ -210,7 +213,7 @@ def test_facts_of_the_whole_run_come_from_rank_0_only() -> None:
     with HookServer() as server:
         trained(server.url, rank=3, world_size=4, local_rank=3, replica_ranks=1).finish()
         push = server.last_word()
-    shared = ("training_run_info", "training_world_size", "training_step_duration_seconds")
+    shared = ("training_run_info", "training_world_size", "training_step_")
     assert not [name for name in (*push.samples, *push.histograms) if name.startswith(shared)]
     assert push.resource["flopwatch.rank"] == 3
     assert "training_rank_info{host=node-7,uuid=GPU-1,local_rank=3,attempt=first,dp=,tp=,pp=,cp=,ep=}" in push.samples

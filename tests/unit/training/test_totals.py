@@ -6,6 +6,7 @@ import ast
 import math
 import multiprocessing
 import random
+import statistics
 import sys
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -57,6 +58,47 @@ def on_a_device() -> tuple[Run, Clock, Device]:
 
 def total(run: Run, row: Metric) -> float | None:
     return value(run.snapshot(), row.name)
+
+
+def quantiles(run: Run) -> dict[str, float]:
+    return {
+        labels["quantile"]: value for labels, value in run.snapshot().points.get(m.TRAINING_STEP_QUANTILE_SECONDS, ())
+    }
+
+
+def test_the_quantiles_of_step_times_are_those_of_the_last_five_minutes() -> None:
+    clock, chance = Clock(), random.Random(1)
+    run = silent(clock)
+    run.step(tokens=8)
+    assert quantiles(run) == {}
+    for _ in range(400):  # an hour ago, and slow
+        clock.passes(9.0)
+        run.step(tokens=8)
+    durations = [chance.uniform(0.2, 0.25) if chance.random() < 0.97 else chance.uniform(2, 5) for _ in range(1100)]
+    for duration in durations:
+        clock.passes(duration)
+        run.step(tokens=8)
+    assert sum(durations) > 310
+    last = durations
+    while sum(last[1:]) > 300:
+        last = last[1:]
+    truth = statistics.quantiles(last, n=100, method="inclusive")
+    assert quantiles(run) == {
+        "0.5": pytest.approx(truth[49], rel=0.05),
+        "0.9": pytest.approx(truth[89], rel=0.05),
+        "0.99": pytest.approx(truth[98], rel=0.05),
+    }
+
+
+def test_the_quantiles_of_long_steps_cover_the_last_100_and_rank_0_alone_sends_them() -> None:
+    clock = Clock()
+    runs = [silent(clock, rank=rank, world_size=2) for rank in (0, 1)]
+    for duration in (0.0, *[60.0] * 40, *[30.0] * 98, 90.0, 120.0):
+        clock.passes(duration)
+        for run in runs:
+            run.step(tokens=8)
+    assert quantiles(runs[0]) == {"0.5": 30.0, "0.9": 30.0, "0.99": 90.0}
+    assert quantiles(runs[1]) == {}
 
 
 # Where the host runs ahead of the device.
