@@ -168,7 +168,7 @@ progress = [
         "Duration of optimizer steps on all ranks, in the last five minutes. The 99th percentile covers at least the "
         "last 100 steps. Expected: constant and close together. If only the 99th percentile is high, some steps stall.",
         d.Query(f"{r.STEP_DURATION}{{{RUN}}}", "mean"),
-        d.Query(f'max({m.TRAINING_STEP_QUANTILE_SECONDS}{{{RUN},quantile="0.99"}})', "99th percentile"),
+        d.Query(f'max({m.TRAINING_STEP_PERCENTILE_SECONDS}{{{RUN},percentile="99"}})', "99th percentile"),
         unit="s",
     ),
 ]

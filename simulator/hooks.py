@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from flopwatch import catalogue as m
 from flopwatch.catalogue import Metric
-from flopwatch.training.totals import DURATION_BOUNDS, QUANTILES
+from flopwatch.training.totals import DURATION_BOUNDS, PERCENTILES
 from simulator.jobs import JobAttempt
 from simulator.metrics import COLLECTIVES, Line, info, line, rank_info
 from simulator.nodes import EPOCH
@@ -148,7 +148,7 @@ class Hooks:
             (m.TRAINING_LOSS_SPIKES_TOTAL, run, 0.0),
         ]
         if totals.steps:
-            samples += [(m.TRAINING_STEP_QUANTILE_SECONDS, (*run, str(share)), totals.each) for share in QUANTILES]
+            samples += [(m.TRAINING_STEP_PERCENTILE_SECONDS, (*run, str(p)), totals.each) for p in PERCENTILES]
         if position is not None:
             loss = 1.8 + 9 * math.exp(-position / 60) + self._rng.gauss(0, 0.02)
             samples += [(m.TRAINING_LOSS, run, loss), (m.TRAINING_GRAD_NORM, run, 0.4 + self._rng.uniform(0, 0.1))]

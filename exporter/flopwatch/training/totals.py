@@ -19,8 +19,8 @@ from flopwatch import catalogue
 from flopwatch.catalogue import Metric
 from flopwatch.training.timeline import Timeline
 
-QUANTILES = (0.5, 0.9, 0.99)
-RECENT_SECONDS, RECENT_LEAST, RECENT_MOST = 300.0, 100, 10_000  # steps whose duration is kept for the quantiles
+PERCENTILES = (50, 90, 99)
+RECENT_SECONDS, RECENT_LEAST, RECENT_MOST = 300.0, 100, 10_000  # steps whose duration is kept for the percentiles
 DURATION_BOUNDS = (0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 180.0)  # seconds
 
 # Seconds that a device may lag. Beyond that time goes on without it, so that a hang becomes visible.
@@ -187,13 +187,13 @@ class Totals:
         self._now = max(self._now, now)
         return self._now
 
-    def quantiles(self) -> dict[float, float]:
-        """Return the duration in seconds that each share of the last steps did not exceed; none before a step."""
+    def percentiles(self) -> dict[int, float]:
+        """Return the percentiles of the last steps' durations in seconds; none before a step."""
         recent = self.recent
         while len(recent) > RECENT_LEAST and recent[0][0] < recent[-1][0] - RECENT_SECONDS:
             recent.popleft()
         ordered = sorted(duration for _, duration in recent)
-        return {share: ordered[math.ceil(share * len(ordered)) - 1] for share in QUANTILES if ordered}
+        return {p: ordered[math.ceil(p * len(ordered) / 100) - 1] for p in PERCENTILES if ordered}
 
     # Methods for events: called with the event's instant, which never falls, and its arguments.
 

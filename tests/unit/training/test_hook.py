@@ -81,9 +81,9 @@ EXPECTED_SAMPLES = {
     "training_sampled_every_steps": 1.0,
     "training_nonfinite_total{value=loss}": 0.0,
     "training_loss_spikes_total": 0.0,
-    "training_step_quantile_seconds{quantile=0.5}": 4.0,
-    "training_step_quantile_seconds{quantile=0.9}": 5.0,
-    "training_step_quantile_seconds{quantile=0.99}": 5.0,
+    "training_step_percentile_seconds{percentile=50}": 4.0,
+    "training_step_percentile_seconds{percentile=90}": 5.0,
+    "training_step_percentile_seconds{percentile=99}": 5.0,
     "training_hook_errors_total": 0.0,
     "training_activity_seconds_total{activity=startup}": 41.0,  # 30 before Run(), 10, and the first batch
     "training_activity_seconds_total{activity=step}": 8.0,

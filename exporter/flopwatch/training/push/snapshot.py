@@ -88,8 +88,8 @@ class Snapshots:
         points[m.TRAINING_RANK_INFO] = [(self._rank_labels(), 1.0)]
         if recorder.rank == 0:
             points[m.TRAINING_RUN_INFO] = [(self._run_labels(totals.convention), 1.0)]
-            quantiles = totals.quantiles().items()
-            points[m.TRAINING_STEP_QUANTILE_SECONDS] = [({"quantile": str(share)}, s) for share, s in quantiles]
+            percentiles = totals.percentiles().items()
+            points[m.TRAINING_STEP_PERCENTILE_SECONDS] = [({"percentile": str(p)}, s) for p, s in percentiles]
         return points
 
     def _check_mfu(self, totals: Totals, stepping: float) -> None:
