@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -45,6 +47,12 @@ def forget_accelerators() -> None:
     module: Any = importlib.import_module("accelerate.state")
     for state in (module.AcceleratorState, module.GradientState, module.PartialState):
         state._reset_state()
+
+
+def ulysses(patch: pytest.MonkeyPatch, ranks: int = 2) -> None:
+    """Let DeepSpeed's groups answer as if Ulysses split sequences among ranks."""
+    groups = SimpleNamespace(_get_sequence_parallel_world_size=lambda: ranks)
+    patch.setitem(sys.modules, "deepspeed.utils.groups", groups)  # type: ignore[arg-type]
 
 
 class CheckpointEngine:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from flopwatch.catalogue import BY_NAME
-from tests.support.frameworks import BROKEN, Clock, break_callback, forget_accelerators
+from tests.support.frameworks import BROKEN, Clock, break_callback, forget_accelerators, ulysses
 from tests.support.hook_server import HookServer, Push
 
 pytestmark = pytest.mark.torch
@@ -133,6 +133,19 @@ def test_steps_tokens_samples_and_loss_are_those_trained(dispatch: bool) -> None
     (info,) = (sample for sample in last.samples if sample.startswith("training_run_info"))
     assert "step_source=trainer" in info
     assert "dtype=fp32" in info
+
+
+def test_batches_that_ulysses_splits_among_ranks_are_not_a_ranks_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    ulysses(monkeypatch)
+    loop = Loop()
+    with HookServer() as server:
+        loop.watch(server, flops_per_token=100)
+        loop.train(steps=6)
+        loop.accelerator.end_training()
+        last = server.last_word()
+    assert last.samples["training_steps_total"] == 6
+    assert not {"training_tokens_total", "training_model_flops_total"} & last.samples.keys()
+    assert last.samples["training_hook_errors_total"] == 0
 
 
 def test_accumulation_evaluation_and_saving_are_distinguished(tmp_path: Path) -> None:

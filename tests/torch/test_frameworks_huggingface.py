@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from flopwatch.catalogue import BY_NAME
-from tests.support.frameworks import BROKEN, Clock, break_callback
+from tests.support.frameworks import BROKEN, Clock, break_callback, ulysses
 from tests.support.hook_server import HookServer, Push
 
 pytestmark = pytest.mark.torch
@@ -124,6 +124,21 @@ def test_steps_tokens_samples_loss_and_flops_are_those_trained(tmp_path: Path) -
     (info,) = (sample for sample in last.samples if sample.startswith("training_run_info"))
     for label in ("step_source=trainer", "flops_source=config", "convention=causal", "dtype=fp32"):
         assert label in info
+
+
+@pytest.mark.parametrize("seen", ["no", "all"])
+def test_batches_that_ulysses_splits_among_ranks_are_not_a_ranks_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen: str
+) -> None:
+    ulysses(monkeypatch)
+    with HookServer() as server:
+        train(tmp_path, callback(server), gradient_accumulation_steps=2, include_num_input_tokens_seen=seen)
+        last = server.last_word()
+    assert last.samples["training_steps_total"] == 6
+    tokens = None if seen == "no" else 6 * 2 * 2 * 16  # the trainer's own count
+    assert last.samples.get("training_tokens_total") == tokens
+    assert "training_model_flops_total" not in last.samples
+    assert last.samples["training_hook_errors_total"] == 0
 
 
 def activities(push: Push) -> dict[str, float]:

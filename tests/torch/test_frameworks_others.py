@@ -143,7 +143,7 @@ class Trainer:
         import torch
 
         self._log = logger
-        self.step, self._loaded = 0, loaded
+        self.step, self._loaded, self.ntokens_seen = 0, loaded, 0
         self.config = SimpleNamespace(
             training=SimpleNamespace(steps=steps, dtype="float32", mixed_precision_param="bfloat16")
         )
@@ -161,6 +161,8 @@ class Trainer:
         self.metrics_processor = SimpleNamespace(logger=Logger(), num_flops_per_token=1000, has_quantization=False)
         self.checkpointer: Any = Checkpointer()
         self.model_parts = [torch.nn.Linear(1, 1)]
+
+    tokens = 0  # of each step, with masked ones and on this rank of a context parallel group
 
     def event(self, name: str, event_name: str | None = None, value: float | None = None) -> None:
         self._log.info(
@@ -199,7 +201,7 @@ class Trainer:
                         pass
                 self.event("metric_value", "local_valid_tokens", 96)
                 with self.span("fwd_bwd"):
-                    pass
+                    self.ntokens_seen += self.tokens
                 with self.span("optim"):
                     if self.step == fails_at:
                         raise ValueError("injected")
@@ -254,6 +256,16 @@ def test_torchtitan_steps_tokens_flops_loss_and_checkpoints_are_the_trainers(str
     assert value(run, "training_hook_errors_total") == 0
     trainer.event("torch_distributed_teardown_start")
     assert not run.alive
+
+
+@pytest.mark.parametrize("cp", [1, 4])
+def test_tokens_that_torchtitan_masks_in_the_loss_count_as_computed(structured_logger: logging.Logger, cp: int) -> None:
+    handler = register(structured_logger)
+    trainer = Trainer(structured_logger, steps=5)
+    trainer.tokens, trainer.parallel_dims.cp = 128 // cp, cp  # 96 of the 128 are not masked
+    trainer.train()
+    assert value(handler.run, "training_tokens_total") == 5 * 128
+    assert value(handler.run, "training_model_flops_total") == 5 * 128_000
 
 
 def test_a_torchtitan_trainer_that_fails_or_is_unlike_this_one_is_not_disturbed(

@@ -234,3 +234,18 @@ def test_without_cuda_the_allocator_is_absent_and_nothing_is_initialised(run: Ru
     assert runtime.cuda_memory() == []
     assert not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     attached.remove()
+
+
+def test_the_allocators_of_devices_that_another_rank_uses_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def statistics(index: int) -> dict[str, Any]:
+        asked.append(index)
+        return {"num_ooms": 1}
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", statistics)
+    monkeypatch.setattr(torch._C, "_cuda_hasPrimaryContext", lambda index: index in (3, 4), raising=False)
+    assert runtime.cuda_memory() == [{"num_ooms": 1}] * 2
+    assert asked == [3, 4]

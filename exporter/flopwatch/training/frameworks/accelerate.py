@@ -83,8 +83,7 @@ class _Loop:
     def batches(self, loader: Any, iterator: Iterator[Any]) -> Iterator[Any]:
         """Yield the batches of `iterator`. If `loader` is for training, count them."""
         training = self._begins(loader)
-        # A dispatcher fetches for all ranks. Its type is compared by name, because loaders claim the class they wrap.
-        own = self.run.world_size == 1 or type(loader).__name__ != "DataLoaderDispatcher"
+        own = not common.dispatches(loader, self.run.world_size)
         try:
             for batch in iterator:
                 if training:
@@ -103,7 +102,8 @@ class _Loop:
     @common.guarded
     def _take(self, loader: Any, batch: Any) -> None:
         session = self._session
-        session.consume(*([common.count(batch, self._tokens)] if loader is None else session.take(loader)))
+        batches = [common.count(batch, self._tokens)] if loader is None else session.take(loader)
+        session.consume(*([common.Batch()] if common.splits_sequences() else batches))
 
     @common.guarded
     def _ends(self, training: bool) -> None:

@@ -66,6 +66,21 @@ class Batch:
     lengths: Sequence[int] | None = None  # of the samples, padding left out
 
 
+def dispatches(loader: Any, world_size: int) -> bool:
+    """Return whether an accelerate loader fetches the batches of all ranks."""
+    # The type is compared by name, because loaders claim the class they wrap.
+    return world_size > 1 and type(loader).__name__ == "DataLoaderDispatcher"
+
+
+def splits_sequences() -> bool:
+    """Return whether DeepSpeed's Ulysses splits each batch among ranks, so that a loader's batches are not a rank's."""
+    groups = sys.modules.get("deepspeed.utils.groups")
+    try:
+        return groups is not None and groups._get_sequence_parallel_world_size() > 1
+    except Exception:  # there are no groups
+        return False
+
+
 def count(batch: Any, tokens: TokensOf = None) -> Batch:
     """Return the samples and tokens of a batch on the CPU. `tokens(batch)`, if given, replaces counting `input_ids`."""
     ids = batch.get("input_ids") if isinstance(batch, Mapping) else None

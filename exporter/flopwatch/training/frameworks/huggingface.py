@@ -50,8 +50,7 @@ class FlopwatchCallback(common.ReporterMixin, _transformers.TrainerCallback):  #
             return "other" if model.training else "evaluation"
 
         self._session = common.TrainingSession(run, role=role, tokens=self._tokens)
-        # By the type's name: accelerate's loaders claim to be of the class they wrap.
-        self._counts = type(loader).__name__ != "DataLoaderDispatcher" or args.world_size == 1
+        self._counts = not (common.dispatches(loader, args.world_size) or common.splits_sequences())
         # A process that spreads the model over several cards has one card's peak: no MFU rather than a wrong one.
         if args.n_gpu <= 1 and len(set(getattr(model, "hf_device_map", {}).values())) <= 1:
             self._session.count_flops(model, given=self._arguments.get("flops_per_token"), convention=self._convention)
@@ -67,7 +66,11 @@ class FlopwatchCallback(common.ReporterMixin, _transformers.TrainerCallback):  #
     def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Add a micro-batch to the open step."""
         if self._session is not None:
-            self._session.consume(*self._session.take())
+            self._session.consume(*self._batches(self._session))
+
+    def _batches(self, session: common.TrainingSession) -> list[common.Batch]:
+        batches = session.take()
+        return batches if self._counts else [common.Batch()]
 
     @common.guarded
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -75,8 +78,7 @@ class FlopwatchCallback(common.ReporterMixin, _transformers.TrainerCallback):  #
         session = self._session
         if session is None:
             return
-        batches = session.take()
-        session.consume(*(batches if self._counts else [common.Batch()]))
+        session.consume(*self._batches(session))
         # The trainer adds up the tokens seen on all ranks, and each rank of a replica counts the same tokens.
         seen, self._tokens_seen = state.num_input_tokens_seen - self._tokens_seen, state.num_input_tokens_seen
         session.step(seen / args.world_size if seen > 0 else None)

@@ -33,6 +33,7 @@ class Handler(common.ReporterMixin, logging.Handler):
         self._thread = threading.get_ident()
         self._trainer: Any = None
         self._tokens: int | None = None
+        self._seen = 0  # tokens up to the step
         self._failed_update = False
         self._located = False  # whether the first step was seen
 
@@ -51,7 +52,7 @@ class Handler(common.ReporterMixin, logging.Handler):
         if event == "step_start":
             if not self._located and record.step > 1:
                 run.restored(record.step - 1)
-            self._located, self._tokens = True, None
+            self._located, self._tokens, self._seen = True, None, self._seen_tokens()
         elif event == "fetching_batch_start":
             run.waiting_for_batch()
         elif event == "fetching_batch_end":
@@ -61,7 +62,8 @@ class Handler(common.ReporterMixin, logging.Handler):
         elif event in ("optim_start", "optim_error"):
             self._failed_update = event == "optim_error"
         elif event == "optim_end" and not self._failed_update:
-            run.step(self._tokens)
+            # The event leaves masked tokens out, such as prompts in fine-tuning, but they are computed too.
+            run.step((self._seen_tokens() - self._seen) or self._tokens)
         elif event in ("eval_start", "checkpoint_load_start"):
             run.recorder.enter(_ACTIVITIES[event.removesuffix("_start")])
         elif event in ("eval_end", "checkpoint_load_end"):
@@ -70,6 +72,11 @@ class Handler(common.ReporterMixin, logging.Handler):
             trainer = self._trainer
             whole = trainer is None or trainer.step >= trainer.config.training.steps
             run.finish("completed" if whole else "stopped")
+
+    def _seen_tokens(self) -> int:
+        """Return the tokens of this rank's replica. torchtitan counts those of a rank's part of the sequences."""
+        trainer = self._trainer
+        return 0 if trainer is None else getattr(trainer, "ntokens_seen", 0) * getattr(trainer.parallel_dims, "cp", 1)
 
     def _begin(self) -> None:
         trainer = self._trainer = _trainer()
