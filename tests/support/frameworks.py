@@ -52,7 +52,7 @@ def forget_accelerators() -> None:
 def ulysses(patch: pytest.MonkeyPatch, ranks: int = 2) -> None:
     """Let DeepSpeed's groups answer as if Ulysses split sequences among ranks."""
     groups = SimpleNamespace(_get_sequence_parallel_world_size=lambda: ranks)
-    patch.setitem(sys.modules, "deepspeed.utils.groups", groups)  # type: ignore[arg-type]
+    patch.setitem(sys.modules, "deepspeed.utils.groups", groups)
 
 
 class CheckpointEngine:
