@@ -68,7 +68,7 @@ class Story:
             self._show(
                 elapsed,
                 f"Rank {SLOW_RANK} is at full speed again. Now break something else, for example:\n"
-                f"      {python} -m flopwatch.simulate {node} xid --gpu 3 --code 79",
+                f"      {python} -m simulator.host {node} xid --gpu 3 --code 79",
             )
 
     def message(self) -> str | None:

@@ -233,7 +233,7 @@ def test_the_screen_fits_a_terminal_of_100_by_30() -> None:
         "0:00  The first step.",
         "0:35  Rank 2 is now slowed by 30 %.",
         "1:01  The Slack message has arrived.",
-        "2:01  Rank 2 is at full speed again.\n      .venv/bin/python -m flopwatch.simulate " + "d" * 60,
+        "2:01  Rank 2 is at full speed again.\n      .venv/bin/python -m simulator.host " + "d" * 60,
     ]
     message = "[FIRING] TrainingStraggler: One rank makes all the others wait.\n" + "Rank 2 of run demo is late. " * 9
     urls = [

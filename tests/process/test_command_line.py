@@ -17,6 +17,7 @@ import pytest
 
 import flopwatch
 from flopwatch import catalogue as m
+from flopwatch.__main__ import main
 from flopwatch.simulate.node import SimulatedNode
 from tests.support.exporter_process import ENVIRONMENT, Series, alive, exporter, flopwatch_command
 from tests.support.machine import PATIENCE, shortest, until
@@ -66,6 +67,15 @@ def test_a_command_of_an_extra_that_is_not_installed_is_one_line_with_what_to_in
     (line,) = done.stderr.splitlines()
     assert line.startswith(f"flopwatch: this needs flopwatch[{extra}]: pip install 'flopwatch[{extra}]' (")
     assert done.returncode == status
+
+
+@pytest.mark.parametrize(("command", "package"), [("size", "bench"), ("simulate", "simulator")])
+def test_a_command_of_the_checkout_names_what_an_installed_package_lacks(
+    command: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(flopwatch, "__file__", str(tmp_path / "site-packages" / "flopwatch" / "__init__.py"))
+    assert main([command, "--nodes", "8"]) == 1
+    assert f"{command} needs {package}/ of the source tree" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [["metrics"], ["size", "--nodes", "8"], ["peak", "--help"], ["flops", "--help"]])

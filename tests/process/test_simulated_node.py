@@ -19,9 +19,9 @@ import pytest
 
 from flopwatch.catalogue import GPU, PORT, Metric
 from flopwatch.simulate import SimulatedNode
-from flopwatch.simulate.__main__ import parser
 from flopwatch.simulate.h100 import DEVICES
 from flopwatch.simulate.pynvml import Simulation
+from simulator.host import parser
 from tests.support import TESTS
 from tests.support.simulated_host import START, Node
 
@@ -429,7 +429,7 @@ def test_each_command_is_a_method_that_takes_its_flags(node: Node, line: str) ->
 def test_the_command_line_breaks_the_node_from_another_process(node: Node, tmp_path: Path) -> None:
     def simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, "-m", "flopwatch.simulate", *arguments],
+            [sys.executable, "-m", "simulator.host", *arguments],
             capture_output=True,
             text=True,
             check=False,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -58,6 +59,23 @@ def need_checkout(name: str, package: str) -> None:
         )
     if str(root) not in sys.path:
         sys.path.append(str(root))
+
+
+def checkout_command(commands: Commands, name: str, package: str, text: str) -> None:
+    """Register a command whose code and flags are in `package`.command_line of the source tree."""
+
+    def run(options: argparse.Namespace) -> Any:
+        need_checkout(name, package)
+        return importlib.import_module(f"{package}.command_line").run(options)
+
+    parser = command(commands, name, run, text)
+    try:
+        need_checkout(name, package)
+    except SettingsError:
+        parse = parser.parse_known_args
+        parser.parse_known_args = lambda *given: (parse(*given)[0], [])  # so that `run` reports what is missing
+    else:
+        importlib.import_module(f"{package}.command_line").add_arguments(parser)
 
 
 def address(text: str) -> Address:

@@ -2,7 +2,7 @@
 
 Each subject (`system`, `gpu0`, `gpu0/mig1`) has `calls` {"nvmlDeviceGetPowerUsage()": [69850, 631950]}, `fields` {"82":
 [{"uiVal": 48}], "164 scope 3": ...} and GPM `metrics` {"2": [88.0, "nan"]}, each with its answers. An error is
-{"error": nvmlReturn_t}, and `encode` has the other forms. `simulate/replay.py` replays a recording.
+{"error": nvmlReturn_t}, and `encode` has the other forms. tests/support/nvml_replay.py replays a recording.
 """
 
 import ctypes

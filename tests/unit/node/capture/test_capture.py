@@ -25,9 +25,10 @@ from flopwatch.node.collectors.infiniband import Infiniband
 from flopwatch.node.collectors.nvml import Nvml
 from flopwatch.node.scrape.exposition import Exposition
 from flopwatch.settings import SettingsError
-from flopwatch.simulate import SimulatedNode, replay
+from flopwatch.simulate import SimulatedNode
 from flopwatch.simulate.pynvml import Simulation
-from flopwatch.simulate.replay import Replay
+from tests.support import nvml_replay as replay
+from tests.support.nvml_replay import Replay
 
 START = 1_700_000_000.0
 

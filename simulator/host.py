@@ -1,4 +1,4 @@
-"""Inject faults into a running simulated node: `python -m flopwatch.simulate NODE_DIR xid --gpu 3 --code 79`."""
+"""Inject faults into a running simulated node: `python -m simulator.host NODE_DIR xid --gpu 3 --code 79`."""
 
 import argparse
 from pathlib import Path
@@ -73,7 +73,7 @@ COMMANDS: dict[str, tuple[str, tuple[Flag, ...]]] = {
 
 def parser() -> argparse.ArgumentParser:
     """Return the argument parser, with one command per method of SimulatedNode that injects a fault."""
-    result = argparse.ArgumentParser(prog="python -m flopwatch.simulate", description=__doc__)
+    result = argparse.ArgumentParser(prog="python -m simulator.host", description=__doc__)
     result.add_argument("node", type=Path, metavar="NODE_DIR", help="folder of the node (STATE/simulated)")
     commands = result.add_subparsers(dest="command", required=True)
     for name, (text, flags) in COMMANDS.items():
