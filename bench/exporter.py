@@ -271,7 +271,7 @@ def push(port: int, body: bytes) -> None:
 
 def whole_node(gpus: int, scrapes: int, folder: Path) -> None:
     """Measure flopwatch on a simulated node with eight ranks, and print the row."""
-    from flopwatch.simulate.node import SimulatedNode
+    from simulator.host import SimulatedNode
 
     more_gpus(gpus)
     node = SimulatedNode(folder / "state" / "simulated")

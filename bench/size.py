@@ -44,7 +44,7 @@ from demo.servers import find
 from demo.stack import Child, fetch, free_ports
 from flopwatch import catalogue as m
 from flopwatch.catalogue.training import PHASES
-from flopwatch.simulate.node import SimulatedNode
+from simulator.host import SimulatedNode
 
 RUN, HOST = "run-of-template", "host-of-template"
 RECORDS_AND_ALERTS = ".+:.+|ALERTS.*"  # names

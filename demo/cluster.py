@@ -29,9 +29,9 @@ from demo.stack import Child, PrometheusApi, StackError, fetch, free_ports
 from flopwatch.ledger.ledger import Ledger
 from flopwatch.settings import SettingsError
 from flopwatch.simulate.h100 import DEVICES
-from flopwatch.simulate.node import SimulatedNode
 from simulator.faults import Fault
 from simulator.hooks import Hooks
+from simulator.host import SimulatedNode
 from simulator.jobs import TrainingJob
 from simulator.metrics import Line, ledger_lines, series
 from simulator.nodes import EPOCH, Noise

@@ -28,7 +28,7 @@ from demo import boards
 from demo.boards import DashboardViewer
 from demo.receiver import Receiver
 from demo.servers import ROOT, Servers, find
-from flopwatch.simulate.node import SimulatedNode
+from simulator.host import SimulatedNode
 
 GRACE = 10.0  # seconds a program has to end after SIGTERM
 MARK = "FLOPWATCH_DEMO_STACK"  # in the environment of every process of a stack, so that all can be found

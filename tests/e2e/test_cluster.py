@@ -8,8 +8,8 @@ from demo.cluster import FAULTS, HOST, STRAGGLER, PageServer, ServedCluster, job
 from demo.stack import fetch
 from flopwatch import catalogue as m
 from flopwatch.ledger.ledger import Ledger
-from flopwatch.simulate.node import SimulatedNode
 from simulator.hooks import Hooks, slowest_rank
+from simulator.host import SimulatedNode
 from simulator.metrics import Line
 from simulator.nodes import EPOCH, Noise
 from simulator.topology import Topology

@@ -17,7 +17,7 @@ import pytest
 from alerts import AlertSettings, recording, rules_yaml
 from demo.servers import find
 from demo.stack import Child, PrometheusApi, StackError, fetch, free_ports
-from flopwatch.simulate.node import SimulatedNode
+from simulator.host import SimulatedNode
 from tests.support.machine import until
 
 pytestmark = [pytest.mark.long, pytest.mark.e2e, pytest.mark.timeout(900)]

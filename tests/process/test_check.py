@@ -22,7 +22,7 @@ from flopwatch.node.health.expectations import Expectations, learnt_file, load
 from flopwatch.node.health.verdict import Judgement, Reason
 from flopwatch.node.scrape.exposition import Exposition
 from flopwatch.settings import SettingsError
-from flopwatch.simulate.node import SimulatedNode
+from simulator.host import SimulatedNode
 from tests.support import ROOT
 from tests.support.machine import PATIENCE
 from tests.support.readings import Series, gpu, h100, port, samples

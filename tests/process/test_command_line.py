@@ -18,7 +18,7 @@ import pytest
 import flopwatch
 from flopwatch import catalogue as m
 from flopwatch.__main__ import main
-from flopwatch.simulate.node import SimulatedNode
+from simulator.host import SimulatedNode
 from tests.support.exporter_process import ENVIRONMENT, Series, alive, exporter, flopwatch_command
 from tests.support.machine import PATIENCE, shortest, until
 from tests.support.otlp_by_hand import gauge, process, training

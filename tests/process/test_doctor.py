@@ -43,8 +43,8 @@ from flopwatch.node.health.doctor import (
 from flopwatch.node.health.doctor_text import page, shortened, together
 from flopwatch.node.health.nvml_answers import asked
 from flopwatch.settings import Address, ExporterSettings, SettingsError
-from flopwatch.simulate.node import SimulatedNode
 from flopwatch.simulate.sources import create
+from simulator.host import SimulatedNode
 from tests.support import ROOT
 from tests.support.kubelet import encoded, kubelet, pod
 from tests.support.machine import until

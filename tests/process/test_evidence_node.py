@@ -32,8 +32,8 @@ from flopwatch.node.telemetry.evidence import HOST_PIDS, MAX_ENTRIES, MAX_HOST_E
 from flopwatch.node.telemetry.ledger_client import Embedded, Outcomes, Remote
 from flopwatch.node.telemetry.ranks import AttemptKey, Record, Telemetry, own_pid_namespace
 from flopwatch.settings import ExporterSettings
-from flopwatch.simulate.node import SimulatedNode
 from flopwatch.simulate.pynvml import Simulation
+from simulator.host import SimulatedNode
 from tests.support.exporter_process import exporter
 from tests.support.ledger_server import eventually, ledger_server
 from tests.support.otlp_by_hand import START, counter, gauge, process, request, training

@@ -29,7 +29,7 @@ from demo.servers import find
 from flopwatch import catalogue as m
 from flopwatch.node.scrape.scrape import SHARED_SECONDS
 from flopwatch.node.telemetry.otlp import JSON, MAX_BYTES, PROTOBUF
-from flopwatch.simulate.node import SimulatedNode
+from simulator.host import SimulatedNode
 from tests.support.exporter_process import Exporter, Series, alive, exporter, flopwatch_command
 from tests.support.machine import PATIENCE, until
 from tests.support.node_app import Node, running

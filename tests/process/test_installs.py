@@ -27,7 +27,7 @@ from demo.servers import find
 from flopwatch.__main__ import _parser
 from flopwatch.http import web_config
 from flopwatch.settings import BoardsSettings, ExporterSettings, KmsgSettings, LedgerSettings
-from flopwatch.simulate.node import SimulatedNode
+from simulator.host import SimulatedNode
 from tests.support import ROOT
 from tests.support.machine import PATIENCE, reserve, until
 

@@ -19,8 +19,8 @@ from flopwatch.catalogue import GPU_POWER_WATTS, GPU_PRESENT
 from flopwatch.node.collectors import infiniband
 from flopwatch.node.scrape.reader import RESIDENT_LIMIT, Reader, Reading, Spec, hardware, host_sources
 from flopwatch.settings import ExporterSettings
-from flopwatch.simulate import SimulatedNode
 from flopwatch.simulate.sources import host_sources as simulated
+from simulator.host import SimulatedNode
 from tests.support.machine import PATIENCE, shortest, until
 
 LONG = PATIENCE  # seconds; only a broken build misses this deadline

@@ -18,10 +18,9 @@ import pynvml
 import pytest
 
 from flopwatch.catalogue import GPU, PORT, Metric
-from flopwatch.simulate import SimulatedNode
 from flopwatch.simulate.h100 import DEVICES
 from flopwatch.simulate.pynvml import Simulation
-from simulator.host import parser
+from simulator.host import SimulatedNode, parser
 from tests.support import TESTS
 from tests.support.simulated_host import START, Node
 

@@ -8,8 +8,8 @@ from flopwatch.catalogue import Sample
 from flopwatch.node.collectors.infiniband import Infiniband
 from flopwatch.node.collectors.nvml import Nvml
 from flopwatch.node.collectors.xid import Xid
-from flopwatch.simulate import SimulatedNode
 from flopwatch.simulate.pynvml import Simulation
+from simulator.host import SimulatedNode
 
 START = 1_700_000_000.0
 

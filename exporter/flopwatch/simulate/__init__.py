@@ -1,5 +1,5 @@
 """Simulated GPU node for demos and tests. It replaces drivers, sysfs and kernel log, but no code of the exporter."""
 
-from flopwatch.simulate.node import SimulatedNode
+from flopwatch.simulate.node import SimulatedHost
 
-__all__ = ["SimulatedNode"]
+__all__ = ["SimulatedHost"]

@@ -2,7 +2,7 @@
 
 `sys` has the ports and the PCI tree, `kmsg` the kernel log, and `dev` stand-ins for device files. `proc` has the
 processes on the GPUs and the driver's list of GPUs. `node.json` has the state of GPUs and ports, which
-`SimulatedNode.tick` advances. `faults.json` has the injected faults and the load of each GPU.
+`SimulatedHost.tick` advances. `faults.json` has the injected faults and the load of each GPU.
 """
 
 import fcntl

@@ -5,7 +5,6 @@ Layout, identities, idle and full-load values are those of captured H100 nodes (
 
 from typing import Any
 
-from flopwatch.node.collectors.xid.kernel_lines import OFF_THE_BUS
 from flopwatch.simulate import pci
 
 GPUS = 8
@@ -66,17 +65,6 @@ ADAPTERS = {
     **{device: pci.adapter_path(bus) for device, bus in zip(DEVICES, PCI_BUSES, strict=True)},
     STORAGE_DEVICE: pci.STORAGE_PATH,
 }
-
-XID_TEXTS = {
-    OFF_THE_BUS: "pid='<unknown>', name=<unknown>, GPU has fallen off the bus.",
-    94: "pid=4711, name=python, Contained: SM (0x1). RST: No, D-RST: No",
-    119: "pid=4711, name=python, Timeout after 6s of waiting for RPC response from GPU GSP! Expected function 76 "
-    "(GSP_RM_CONTROL) (0x20801813 0x4c).",
-}
-
-ECC_ERRORS = ("corrected", "uncorrected")
-# Not reset by `clear`: load, configuration and counters.
-NOT_CLEARED = ("load", "ecc", "resets", "order", "driver", "mig", "nvlink_errors")
 
 
 def uuid(gpu: int) -> str:

@@ -1,7 +1,7 @@
 """Ways in which drivers mislead their readers. The simulated driver does so on request.
 
-`SimulatedNode.lie` switches each one. `Simulation.sleep` takes the seconds that slow calls cost, so that a test can
-move its clock instead.
+`lie` in simulator/host.py switches each one. `Simulation.sleep` takes the seconds that slow calls cost, so that a test
+can move its clock instead.
 """
 
 from __future__ import annotations

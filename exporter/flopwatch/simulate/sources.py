@@ -36,20 +36,20 @@ def xid(root: str, kmsg: str, gpus: str, state: str, nvml: str) -> Xid:
 def host_sources(settings: ExporterSettings) -> HostSources:
     """Return the sources on the simulated node of `--simulate`, whose folder may not exist yet."""
     from flopwatch.node.scrape.reader import HostSources, Spec, simulated_node
-    from flopwatch.simulate.node import SimulatedNode
+    from flopwatch.simulate.node import SimulatedHost
 
     root = simulated_node(settings)
     # The kubelet of this machine knows nothing of simulated GPUs, so its default socket is ignored.
     kubelet = "" if settings.kubelet_socket == KUBELET_SOCKET else str(settings.kubelet_socket)
     nvml, xid = (Spec(f"flopwatch.simulate.sources:{name}", {"root": str(root)}) for name in ("nvml", "xid"))
-    tick = SimulatedNode(root).tick
+    tick = SimulatedHost(root).tick
     return HostSources(root, root / "sys", str(root / "kmsg"), kubelet, root / "proc", nvml, xid, tick)
 
 
 def create(settings: ExporterSettings) -> HostSources:
     """Create the simulated node of `--simulate`, or continue an existing one, and return its sources."""
     from flopwatch.node.scrape.reader import simulated_node
-    from flopwatch.simulate.node import SimulatedNode
+    from flopwatch.simulate.node import SimulatedHost
 
-    SimulatedNode(simulated_node(settings)).create()
+    SimulatedHost(simulated_node(settings)).create()
     return host_sources(settings)

@@ -25,8 +25,8 @@ from flopwatch.node.collectors.infiniband import Infiniband
 from flopwatch.node.collectors.nvml import Nvml
 from flopwatch.node.scrape.exposition import Exposition
 from flopwatch.settings import SettingsError
-from flopwatch.simulate import SimulatedNode
 from flopwatch.simulate.pynvml import Simulation
+from simulator.host import SimulatedNode
 from tests.support import nvml_replay as replay
 from tests.support.nvml_replay import Replay
 

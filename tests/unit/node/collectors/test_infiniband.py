@@ -41,7 +41,7 @@ from flopwatch.node.collectors.infiniband.files import (
 )
 from flopwatch.node.collectors.infiniband.port import COUNTERS
 from flopwatch.simulate.h100 import DEVICES, PCI_BUSES
-from flopwatch.simulate.node import SimulatedNode
+from simulator.host import SimulatedNode
 from tests.support import TESTS
 
 CAPTURES = TESTS / "captures" / "infiniband"

@@ -89,9 +89,10 @@ from flopwatch.node.collectors.nvml import Nvml, numa_node
 from flopwatch.node.collectors.nvml.card import BLIND, GONE, LACKING
 from flopwatch.node.collectors.nvml.fields import ALL_LINKS, FAST, SLOW, Key
 from flopwatch.node.collectors.nvml.reads import READS
-from flopwatch.simulate import SimulatedNode, h100
+from flopwatch.simulate import h100
 from flopwatch.simulate.pynvml import Handle, Simulation
 from flopwatch.simulate.sources import nvml as simulated
+from simulator.host import SimulatedNode
 
 # Every error NVML has.
 ERRORS = sorted(

@@ -14,8 +14,9 @@ from flopwatch.catalogue import Metric, Sample
 from flopwatch.node.collectors.nvml import Nvml
 from flopwatch.node.collectors.nvml.fields import ADDED_UP, ALL_LINKS, Key
 from flopwatch.settings import ExporterSettings
-from flopwatch.simulate import SimulatedNode, h100
+from flopwatch.simulate import h100
 from flopwatch.simulate.pynvml import Handle, Simulation
+from simulator.host import SimulatedNode
 
 START = 1_700_000_400.0  # a multiple of ten minutes
 

@@ -26,8 +26,8 @@ from flopwatch.node.collectors import RestartReader, Unsupported
 from flopwatch.node.collectors.xid import Xid, nvml_events
 from flopwatch.node.collectors.xid.counts import MAX_CODES
 from flopwatch.node.collectors.xid.nvml_events import NvmlEvent, Watcher
-from flopwatch.simulate import SimulatedNode
 from flopwatch.simulate.sources import xid as simulated
+from simulator.host import SimulatedNode
 from tests.support.machine import PATIENCE, until
 
 NOW = 1_700_000_000.0
