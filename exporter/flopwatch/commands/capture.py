@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from flopwatch.commands import Commands, command, flag, seconds
+from flopwatch.commands import Commands, command, flag, number, seconds
 from flopwatch.settings import ExporterSettings, SettingsError
 
 FIRST_USER = 1000  # lower uids are system accounts (login.defs(5), UID_MIN)
@@ -63,10 +63,7 @@ def _people() -> list[str]:
     return names
 
 
-def _reads(text: str) -> int:
-    if not text.isdigit() or not 1 <= int(text) <= 100:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of reads from 1 to 100")
-    return int(text)
+_reads = number(int, lambda value: 1 <= value <= 100, "a number of reads from 1 to 100")
 
 
 def add(commands: Commands) -> None:

@@ -6,7 +6,7 @@ cannot make more series than a node has hardware.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -126,35 +126,9 @@ class Counts:
 
     def load(self, stored: Mapping[str, Any]) -> None:
         """Restore the counts from an object of `dump`. Skips each invalid table."""
-        wrong = (AttributeError, KeyError, TypeError, ValueError, OverflowError)
-        with suppress(*wrong):
-            self.xids = {
-                owner: {int(code): Count(int(number), float(last)) for code, (number, last) in codes.items()}
-                for owner, codes in stored["counts"].items()
-            }
-        with suppress(*wrong):
-            self.links = {
-                owner: {_texts(error, 6): int(number) for *error, number in errors}
-                for owner, errors in stored["links"].items()
-            }
-        with suppress(*wrong):
-            self.notices = {
-                owner: {name: int(number) for name, number in notices.items()}
-                for owner, notices in stored["notices"].items()
-            }
-        with suppress(*wrong):
-            self.recovery = {owner: int(action) for owner, action in stored["recovery"].items()}
-        with suppress(*wrong):
-            self.switches = {
-                (str(switch), str(sxid)): Count(int(number), float(last))
-                for switch, sxid, number, last in stored["switches"]
-            }
-        with suppress(*wrong):
-            self.node = {name: int(number) for name, number in stored["node"].items()}
-        with suppress(*wrong):
-            self.killed = {int(pid): float(at) for pid, at in stored["killed"][-MAX_KILLED:]}
-        with suppress(*wrong):
-            self.introduced = {pci: str(uuid) for pci, uuid in stored["introduced"].items()}
+        for name, parse in _TABLES.items():
+            with suppress(AttributeError, KeyError, TypeError, ValueError, OverflowError):
+                setattr(self, "xids" if name == "counts" else name, parse(stored[name]))
 
 
 def is_address(owner: str) -> bool:
@@ -162,7 +136,32 @@ def is_address(owner: str) -> bool:
     return ":" in owner
 
 
+def _count(number: Any, last: Any) -> Count:
+    return Count(int(number), float(last))
+
+
 def _texts(values: list[Any], length: int) -> tuple[str, ...]:
     if len(values) != length:
         raise ValueError(values)
     return tuple(str(value) for value in values)
+
+
+def _numbers(counts: Mapping[str, Any]) -> dict[str, int]:
+    return {name: int(number) for name, number in counts.items()}
+
+
+# By name in the state file: a function that parses the stored table.
+_TABLES: dict[str, Callable[[Any], Any]] = {
+    "counts": lambda owners: {
+        owner: {int(code): _count(*count) for code, count in codes.items()} for owner, codes in owners.items()
+    },
+    "links": lambda owners: {
+        owner: {_texts(error, 6): int(number) for *error, number in errors} for owner, errors in owners.items()
+    },
+    "notices": lambda owners: {owner: _numbers(notices) for owner, notices in owners.items()},
+    "recovery": _numbers,
+    "switches": lambda rows: {(str(switch), str(sxid)): _count(*count) for switch, sxid, *count in rows},
+    "node": _numbers,
+    "killed": lambda rows: {int(pid): float(at) for pid, at in rows[-MAX_KILLED:]},
+    "introduced": lambda uuids: {pci: str(uuid) for pci, uuid in uuids.items()},
+}
