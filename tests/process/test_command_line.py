@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -219,6 +220,21 @@ def test_a_missing_nvml_library_is_logged_once_and_the_rest_is_served(tmp_path: 
         assert "flopwatch_collector_success{collector=nvml}" not in scraped
         assert scraped["infiniband_port_state_id{device=mlx5_0,port=1}"] == 4
         assert sum("source=nvml state='not supported" in line for line in node.log.splitlines()) == 1, node.log
+
+
+def test_no_infiniband_count_falls_over_real_restarts_clears_and_boots(tmp_path: Path) -> None:
+    SimulatedNode(tmp_path).create()
+    series = "infiniband_receive_errors_total{device=mlx5_0,port=1}"
+    register = tmp_path / "sys/class/infiniband/mlx5_0/ports/1/counters/port_rcv_errors"
+    history = tmp_path / "state/port_history.json"
+    # Cleared by a boot, counts, cleared without a boot.
+    for number, boot, total in ((14, "", 14), (0, "another", 14), (5, "", 19), (2, "", 21), (2, "another", 21)):
+        register.write_text(f"{number}\n")
+        if boot:
+            history.write_text(json.dumps(json.loads(history.read_text()) | {"boot": boot}))
+        with exporter(tmp_path / "state", "--sysfs", tmp_path / "sys", "--kmsg", tmp_path / "kmsg") as node:
+            assert node.wait_until(lambda found: series in found)[series] == total
+            assert node.end() == 0
 
 
 def test_two_exporters_on_one_state_folder_warn_and_serve(tmp_path: Path) -> None:

@@ -866,34 +866,64 @@ def test_the_history_is_written_when_it_changed_and_counts_at_most_every_five_mi
             written.add(history.stat().st_mtime_ns)
         return len(written) - 1
 
-    assert writes("counters/symbol_error") == 0
-    write(sysfs, {f"{PORT}/counters/symbol_error": 1})
     ports.after(300)
     assert writes("counters/symbol_error") == 5
-    assert writes("hw_counters/out_of_buffer") == 0
-    assert history.stat().st_size < 1000
+    assert writes("hw_counters/out_of_buffer") == 5
+    written = history.stat().st_mtime_ns
+    ports.after(301)  # the last scrapes of `writes`
+    for _ in range(100):
+        ports.after(15)
+    assert history.stat().st_mtime_ns == written, "nothing changed"
+    assert history.stat().st_size < 2000
 
 
-@given(st.lists(st.one_of(st.integers(0, 2**31 - 1), st.sampled_from(["clear", "restart", "reboot"])), max_size=12))
+@pytest.mark.parametrize("boot", ["boot1", "boot2"])
+def test_a_count_survives_a_register_that_is_cleared_while_no_exporter_runs(tmp_path: Path, boot: str) -> None:
+    sysfs = tree(tmp_path, NDR)
+    ports = Ports(tmp_path)
+    assert values(ports.read())["receive_errors_total"] == 14
+    ports.close()
+    for register, total in ((0, 14), (3, 17)):
+        write(sysfs, {f"{PORT}/counters/port_rcv_errors": register})
+        ports = Ports(tmp_path, boot_id=boot)
+        assert values(ports.read())["receive_errors_total"] == total
+        ports.close()
+
+
+FILES = ("hw_counters/out_of_sequence", "counters/symbol_error")  # one wraps, one sticks
+EVENTS = st.sampled_from(["clear", "reboot", "stop", "crash", "start", "replace"])
+
+
+@given(st.lists(st.one_of(st.integers(0, 2**31 - 1), EVENTS), max_size=16))
 def test_no_count_falls_whatever_happens(tmp_path_factory: pytest.TempPathFactory, events: list[int | str]) -> None:
+    """Registers rise, wrap, stick and are cleared, and the machine boots, while an exporter runs or none does."""
     root = tmp_path_factory.mktemp("port")
-    file = f"{PORT}/hw_counters/out_of_sequence"
-    write(root / "sys", {file: 0})
-    register, counted, boot = 0, 0.0, 1
-    ports = Ports(root)
-    for event in events:
+    registers = dict.fromkeys(FILES, 0)
+    counted: dict[str, float] = {}
+    boot = 1
+    ports: Ports | None = None
+    for event in [*events, "start"]:
         if isinstance(event, int):
-            register = (register + event) % 2**32
-        elif event == "restart":
-            ports.close()
-            ports = Ports(root, boot_id=f"boot{boot}")
-        else:
-            register = 0
-            boot += event == "reboot"
-        write(root / "sys", {file: register})
-        now = values(ports.read())["out_of_sequence_total"]
-        assert now >= counted
-        counted = now
+            registers["hw_counters/out_of_sequence"] = (registers["hw_counters/out_of_sequence"] + event) % 2**32
+            registers["counters/symbol_error"] = min(registers["counters/symbol_error"] + event % 9999, 2**16 - 1)
+        elif event == "start":
+            ports = ports or Ports(root, boot_id=f"boot{boot}")
+        elif event in ("stop", "crash", "reboot") and ports is not None:
+            ports.after(301)  # a crash loses the counts of up to five minutes
+            if event != "crash":
+                ports.close()
+            ports = None
+        if event in ("clear", "reboot", "replace"):
+            registers = dict.fromkeys(FILES, 0)
+        if event == "replace" and (root / "sys").exists():
+            (root / "sys/class/infiniband/mlx5_0").rename(tempfile.mkdtemp(dir=root) + "/old")  # keeps its inode
+        boot += event == "reboot"
+        write(root / "sys", {f"{PORT}/{file}": number for file, number in registers.items()})
+        if ports is not None:
+            now = values(ports.read())
+            assert all(now[name] >= before for name, before in counted.items())
+            counted = {name: now[name] for name in ("out_of_sequence_total", "symbol_errors_total")}
+    assert ports is not None
     ports.close()
 
 

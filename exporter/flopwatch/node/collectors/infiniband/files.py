@@ -133,9 +133,8 @@ class CounterFile(SysfsFile):
             self.sample = (self.row, self.labels, self._total * self._unit)
 
     def dump(self) -> tuple[int, int] | None:
-        """Return (total, register value) to store, or None while the register value alone is the total."""
-        counts = self._total != self._last or 2 * self._last > self._wrap > 0
-        return (self._total, self._last) if counts else None
+        """Return (total, register value) to store, or None while nothing was counted."""
+        return (self._total, self._last) if self._total else None
 
     def resume(self, total: int, last: int, replaced: bool) -> None:
         """Continue from an earlier process. `replaced`: the register is another one, so a fall is not a wrap."""
