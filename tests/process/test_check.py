@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -299,6 +300,35 @@ def test_a_look_at_the_hardware_writes_nothing_into_the_exporters_state(tmp_path
     assert {path.name for path in after if after[path] == before[path]} == {"gpus.json", "xid.json"}
     assert flopwatch("--direct", "--state", tmp_path / "other", "--sysfs", node.sysfs, "--kmsg", node.kmsg)[0] != 127
     assert not (tmp_path / "other").exists()
+
+
+def test_every_gpu_that_the_kernel_log_finds_broken_is_a_reason_on_a_fresh_state(tmp_path: Path) -> None:
+    """The driver has lost these GPUs, so no inventory names them."""
+    (tmp_path / "sys").mkdir()
+    lines = ["NVRM: GPU 0000:66:00.0: RmInitAdapter failed! (0x26:0x56:1463)"]
+    for number, code in enumerate((79, 109, 119, 149)):
+        lines.append(f"NVRM: Xid (PCI:0000:1{number}:00): {code}, pid=1, name=python, text")
+    now = int(time.monotonic() * 1e6)
+    (tmp_path / "kmsg").write_text("".join(f"4,{place},{now},-;{line}\n" for place, line in enumerate(lines)))
+    hardware = ("--sysfs", tmp_path / "sys", "--kmsg", tmp_path / "kmsg", "--state", tmp_path / "state", "--direct")
+    status, output = flopwatch(*hardware, "--json")
+    reasons = json.loads(output)["reasons"]
+    assert (status, [(one["reason"], one["part"], one["action"], one["detail"]) for one in reasons]) == (
+        2,
+        [
+            ("xid", "gpu 0000:11:00", "reset_gpu", "GPU 0000:11:00 had Xid 109 within the last hour"),
+            ("xid", "gpu 0000:12:00", "reset_gpu", "GPU 0000:12:00 had Xid 119 within the last hour"),
+            ("xid", "gpu 0000:10:00", "reboot_node", "GPU 0000:10:00 had Xid 79 within the last hour"),
+            ("xid", "gpu 0000:13:00", "check_nvlink", "GPU 0000:13:00 had Xid 149 within the last hour"),
+            (
+                "gpu_initialization_failed",
+                "gpu 0000:66:00",
+                "reboot_then_reseat",
+                "GPU 0000:66:00 could not be initialized by the driver within the last hour",
+            ),
+        ],
+    )
+    assert flopwatch(*hardware, "--seconds", "0.1", "--json") == (status, output)
 
 
 def test_a_machine_without_room_for_a_copy_of_the_state_cannot_be_judged(tmp_path: Path) -> None:

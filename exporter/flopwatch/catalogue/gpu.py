@@ -193,7 +193,8 @@ GPU_FABRIC_FAULT = gauge("gpu_fabric_fault",
 # Xid: what the driver reports about a GPU.
 GPU_XID_ERRORS_TOTAL = counter("gpu_xid_errors_total",
     "Xid errors counted by this exporter across its restarts. The usual critical codes start at 0. The code other sums "
-    "the rarer codes of a GPU with too many different ones. Meaning: docs/xid.md.", (*GPU, "xid"),
+    "the rarer codes of a GPU with too many different ones. The gpu label of a GPU that never answered is its PCI "
+    "address. Meaning: docs/xid.md.", (*GPU, "xid"),
     "/dev/kmsg NVRM lines and NVML events, each counted once; PCI bus id matched to the inventory", key=True)
 GPU_XID_LAST_TIMESTAMP_SECONDS = gauge("gpu_xid_last_timestamp_seconds", "Time this Xid was last seen on this GPU, as "
     "Unix time.", (*GPU, "xid"), "/dev/kmsg record time, or when the NVML event came")
@@ -205,6 +206,9 @@ GPU_XID_NVLINK_ERRORS_TOTAL = counter("gpu_xid_nvlink_errors_total", "NVLink Xid
     "/dev/kmsg NVRM lines; flopwatch/data/xid_nvlink5.csv")
 GPU_XID_RECOVERY_ACTION_ID = gauge("gpu_xid_recovery_action_id", "Action that the GPU's last Xid 154 asked for, in the "
     "numbers of gpu_recovery_action_id. Absent before the first Xid 154.", GPU, "/dev/kmsg NVRM lines")
+GPU_INITIALIZATION_FAILED_TIMESTAMP_SECONDS = gauge("gpu_initialization_failed_timestamp_seconds", "Last time the "
+    "driver failed to initialize this GPU, as Unix time. Absent before the first failure.", GPU,
+    "/dev/kmsg NVRM lines: RmInitAdapter failed")
 GPU_DRIVER_EVENTS_TOTAL = counter("gpu_driver_events_total",
     "Driver events without an Xid: unavailable, recovery_action (the recovery action changed).", (*GPU, "event"),
     "nvmlEventSetWait_v2, event types 0x4000 and 0x8000")

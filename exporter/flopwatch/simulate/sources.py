@@ -26,11 +26,11 @@ def nvml(root: str, host: str, inventory: str, runtime: str, sysfs: str) -> Nvml
     return Nvml(load(node), host, file, "simulated", runtime=own, sysfs=Path(sysfs), proc=proc, dev=dev)
 
 
-def xid(root: str, kmsg: str, gpus: str, state: str, nvml: str) -> Xid:
+def xid(root: str, kmsg: str, gpus: str, state: str, nvml: str, strangers: str = "") -> Xid:
     """Return the Xid collector of the simulated node in the folder `root`."""
     from flopwatch.node.collectors.xid import build
 
-    return build(kmsg, gpus, state, nvml, library=load(Path(root)))
+    return build(kmsg, gpus, state, nvml, load(Path(root)), strangers)
 
 
 def host_sources(settings: ExporterSettings) -> HostSources:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
@@ -107,7 +108,10 @@ def here(settings: ExporterSettings, deadline: float, sources: SourcesFactory = 
     """Yield a function that reads this host's hardware with a copied state, each source within `deadline` seconds."""
     sources(settings)  # creates the simulated node, which is then copied
     with copied(settings) as copy:
-        readers = [reader for reader in hardware(copy, sources(copy)) if reader.name in SOURCES]
+        read = sources(copy)
+        # NVML is read first and has then named its GPUs, so the others in the kernel log need no time for it.
+        read = replace(read, xid=replace(read.xid, arguments={**read.xid.arguments, "strangers": "0"}))
+        readers = [reader for reader in hardware(copy, read) if reader.name in SOURCES]
         release = Release(settings.state, [reader for reader in readers if reader.driver], guest=True)
         release.check()
         with ThreadPoolExecutor(len(readers)) as pool:

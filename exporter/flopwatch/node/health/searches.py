@@ -120,6 +120,14 @@ def gpus_with_xids(driver_content: bool, *nvidia: str) -> Callable[[Facts], Iter
     return find
 
 
+def uninitialized_gpus(facts: Facts) -> Iterator[Found]:
+    """Find GPUs that the driver failed to initialize within the last hour, and that do not answer."""
+    row = m.GPU_INITIALIZATION_FAILED_TIMESTAMP_SECONDS
+    for gpu, last in facts.of(row).items():
+        if last > facts.lately and gpu not in facts.answering:
+            yield facts.found(row, gpu, "could not be initialized by the driver within the last hour")
+
+
 # NVIDIA's actions, the gravest first. Other codes need a reset.
 _NVIDIA_GRAVEST = "CONTACT_SUPPORT CHECK_MECHANICALS RESTART_BM RESTART_VM WORKFLOW_NVLINK_ERR WORKFLOW_NVLINK5_ERR"
 

@@ -19,6 +19,7 @@ from flopwatch.catalogue import (
     FLOPWATCH_XID_SOURCE_UP,
     GPU,
     GPU_INFO,
+    GPU_INITIALIZATION_FAILED_TIMESTAMP_SECONDS,
     GPU_XID_ERRORS_TOTAL,
     GPU_XID_INFO,
     GPU_XID_LAST_TIMESTAMP_SECONDS,
@@ -185,9 +186,9 @@ def test_a_gpu_without_a_name_in_time_is_named_by_its_address_or_by_the_driver(t
     clock = iter([BOOTED, *[BOOTED + STRANGER_SECONDS] * 99])
     samples = collector(tmp_path / "kmsg", gpus, clock=lambda: next(clock)).read()
     strangers = {
-        labels: value for labels, value in values(samples, GPU_XID_ERRORS_TOTAL).items() if labels[0] == "" and value
+        labels: value for labels, value in values(samples, GPU_XID_ERRORS_TOTAL).items() if ":" in labels[0] and value
     }
-    assert strangers == {("", uuid, "79"): 1, ("", "0000:9c:00", "48"): 1}
+    assert strangers == {("0000:9b:00", uuid, "79"): 1, ("0000:9c:00", "0000:9c:00", "48"): 1}
     assert counts(samples)["0", "48"] == 1
 
 
@@ -243,6 +244,23 @@ def test_other_events_of_the_node_are_counted(tmp_path: Path, gpus: Path) -> Non
     for _restart in range(2):
         events = values(collector(tmp_path / "kmsg", gpus).read(), HOST_KERNEL_EVENTS_TOTAL)
         assert {name: value for (name,), value in events.items() if value} == {"peermem_error": 7, "cable_unplugged": 1}
+
+
+def test_a_failed_initialization_is_kept_by_gpu_and_moves_to_a_gpu_that_gets_a_name(tmp_path: Path, gpus: Path) -> None:
+    def failed(second: float) -> dict[tuple[str, ...], float]:
+        reader = collector(tmp_path / "kmsg", gpus, clock=iter([BOOTED, *[BOOTED + second] * 9]).__next__)
+        return values(reader.read(), GPU_INITIALIZATION_FAILED_TIMESTAMP_SECONDS)
+
+    inventory = gpus.read_text()
+    (tmp_path / "kmsg").write_text(
+        "".join(line(f"NVRM: GPU 0000:{bus}:00.0: RmInitAdapter failed! (0x26:1463)", 0, 7) for bus in ("53", "9b"))
+    )
+    gpus.write_text("{}")
+    assert failed(1) == {}  # GPUs may still get a name
+    lost = ("0000:9b:00", "0000:9b:00")
+    assert failed(STRANGER_SECONDS) == {("0000:53:00", "0000:53:00"): BOOTED + 7, lost: BOOTED + 7}
+    gpus.write_text(inventory)
+    assert failed(STRANGER_SECONDS) == {("0", "GPU-53"): BOOTED + 7, lost: BOOTED + 7}
 
 
 def test_no_kernel_log_makes_more_series_than_a_node_has_parts(tmp_path: Path, gpus: Path) -> None:

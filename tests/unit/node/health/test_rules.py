@@ -275,6 +275,28 @@ def test_a_critical_xid_is_bad_for_an_hour_where_the_driver_cannot_say_more(code
     assert reasons(xid(code, 3601)) == []
 
 
+def test_gpus_without_an_index_are_one_reason_each_with_the_pci_address() -> None:
+    lost = [(f"0000:{bus:02x}:00", f"GPU-{bus}") for bus in range(0x10, 0x1E)]
+    series = {(m.GPU_XID_LAST_TIMESTAMP_SECONDS, (*one, "79")): NOW - 60 for one in lost}
+    assert reasons(h100() | series) == [("xid", f"gpu {pci}", BAD, "reboot_node") for pci, _ in lost]
+
+
+@pytest.mark.parametrize(
+    ("one", "age", "found"),
+    [
+        (("0000:66:00", "0000:66:00"), 60, "gpu 0000:66:00"),
+        (("0000:66:00", "0000:66:00"), 3601, ""),
+        (gpu(3), 60, ""),  # it answers by now
+    ],
+)
+def test_a_gpu_that_the_driver_cannot_initialize_is_bad_until_it_answers(
+    one: tuple[str, str], age: float, found: str
+) -> None:
+    series = h100() | {(m.GPU_INITIALIZATION_FAILED_TIMESTAMP_SECONDS, one): NOW - age}
+    expected = [("gpu_initialization_failed", found, BAD, "reboot_then_reseat")]
+    assert reasons(series) == (expected if found else [])
+
+
 def test_an_xid_of_the_application_or_before_the_boot_is_no_reason() -> None:
     assert reasons(xid(31, 60)) == reasons(xid(94, 60)) == []
     series = xid(79, 60)

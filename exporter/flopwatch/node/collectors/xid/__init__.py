@@ -30,7 +30,7 @@ BEFORE_NVLINK_5 = (46, 74, 109, 136, 143)
 WITH_NVLINK_5 = (144, 145, 146, 149, 150)
 _NVLINK_5 = re.compile(r"\bG?B[0-9]00\b")  # in the model, such as NVIDIA B200 or NVIDIA GB300
 SAME_EVENT_SECONDS = 60.0  # within which both sources report one event, and the log may have it twice
-STRANGER_SECONDS = 60.0  # from the start, for the NVML collector to name GPUs with Xids
+STRANGER_SECONDS = 60.0  # from the start, for the NVML collector to name GPUs in the kernel log
 PLACE_SECONDS = 60.0  # between two writes of the log position while no record counts
 NVML_PATIENCE = 0.5  # seconds to wait for the first registration
 
@@ -47,7 +47,8 @@ class Xid:
 
     `kmsg` is /dev/kmsg, `unix:` and the socket of `flopwatch kmsg`, or a file of such records. `gpus` is the inventory
     of the NVML collector. `state` is the file of the counts and of the position in the log. `boot_id` names the boot
-    that numbered the records, `booted` returns its Unix time. `follow` also reads the log between scrapes.
+    that numbered the records, `booted` returns its Unix time. `follow` also reads the log between scrapes. A GPU
+    outside the inventory has series after `stranger_seconds`.
     """
 
     name = "xid"
@@ -62,7 +63,9 @@ class Xid:
         watcher: Watcher | None = None,
         clock: Callable[[], float] = time.time,
         follow: bool = False,
+        stranger_seconds: float = STRANGER_SECONDS,
     ) -> None:
+        self._stranger_seconds = stranger_seconds
         self._gpus, self._watcher = gpus, watcher
         self._clock, self._follow = clock, follow
         self._started = clock()
@@ -167,6 +170,8 @@ class Xid:
             action = kernel_lines.recovery_action(event.detail) if recovers else None
             if action is not None and owner in counts.xids:
                 counts.recovery[owner] = action
+        for pci in kernel_lines.failed_initializations(text):
+            counts.uninitialize(owners.get(pci, pci), at)
         for switch, sxid in kernel_lines.switch_errors(text):
             counts.switch(switch, sxid, at)
         for name in kernel_lines.node_events(text):
@@ -210,11 +215,11 @@ class Xid:
         start = {uuid: from_the_start(models.get(uuid, "")) for uuid in named}
         for uuid, gpu in named.items():
             yield from self._gpu(uuid, (gpu, uuid), start[uuid])
-        # A GPU lost before its first read has no name. It must have series all the same.
-        strangers = self._counts.strangers() if self._clock() - self._started >= STRANGER_SECONDS else []
-        for pci in strangers:
+        # A GPU lost before its first read has no index. Its PCI address takes the place of the index.
+        waited = self._clock() - self._started >= self._stranger_seconds
+        for pci in self._counts.strangers() if waited else ():
             start[pci] = from_the_start("")
-            yield from self._gpu(pci, ("", self._counts.introduced.get(pci, pci)), start[pci])
+            yield from self._gpu(pci, (pci, self._counts.introduced.get(pci, pci)), start[pci])
         for code in sorted({code for owner in start for code in (*start[owner], *self._counts.xids.get(owner, ()))}):
             if code in xids():
                 row = xids()[code]
@@ -232,6 +237,8 @@ class Xid:
             yield m.GPU_XID_NVLINK_ERRORS_TOTAL, (*labels, *error), number
         if owner in self._counts.recovery:
             yield m.GPU_XID_RECOVERY_ACTION_ID, labels, self._counts.recovery[owner]
+        if owner in self._counts.uninitialized:
+            yield m.GPU_INITIALIZATION_FAILED_TIMESTAMP_SECONDS, labels, self._counts.uninitialized[owner]
         notices = self._counts.notices.get(owner, {})
         for name in sorted({*notices, *(self._watcher.notices if self._watcher is not None else ())}):
             yield m.GPU_DRIVER_EVENTS_TOTAL, (*labels, name), notices.get(name, 0)
@@ -267,8 +274,11 @@ def _earlier_events(stored: Any) -> Iterator[tuple[tuple[str, int], float, list[
             yield (pci, code), float(at), sources
 
 
-def build(kmsg: str, gpus: str, state: str, nvml: str = "", library: Any = None) -> Xid:
-    """Return the Xid collector. It reads NVML's events through `library` (default: pynvml) unless `nvml` is empty."""
+def build(kmsg: str, gpus: str, state: str, nvml: str = "", library: Any = None, strangers: str = "") -> Xid:
+    """Return the Xid collector. It reads NVML's events through `library` (default: pynvml) unless `nvml` is empty.
+
+    `strangers` is the time in seconds after which a GPU outside the inventory has series (default STRANGER_SECONDS).
+    """
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     if nvml and library is None:
         try:
@@ -278,4 +288,5 @@ def build(kmsg: str, gpus: str, state: str, nvml: str = "", library: Any = None)
     watcher = Watcher(library) if nvml and library is not None else None
     if watcher is not None:
         watcher.start(NVML_PATIENCE)
-    return Xid(kmsg, Path(gpus), Path(state), boot_id, watcher=watcher, follow=True)
+    wait = float(strangers) if strangers else STRANGER_SECONDS
+    return Xid(kmsg, Path(gpus), Path(state), boot_id, watcher=watcher, follow=True, stranger_seconds=wait)

@@ -44,12 +44,15 @@ class Counts:
         self.node: dict[str, int] = {}
         self.killed: dict[int, float] = {}  # Unix time by pid
         self.introduced: dict[str, str] = {}  # uuid by PCI address, from the kernel log
+        self.uninitialized: dict[str, float] = {}  # Unix time of the driver's last failed initialization, by owner
 
     def counted_as(self, owner: str, code: int) -> int | None:
         """Return the code to count an Xid as: its own or OTHER_XID. None if too many PCI addresses have Xids."""
-        if owner not in self.xids and is_address(owner) and len(self.strangers()) >= MAX_STRANGERS:
-            return None
-        return self._one_of(self.xids.get(owner, {}), code)
+        return self._one_of(self.xids.get(owner, {}), code) if self._has_room(owner) else None
+
+    def _has_room(self, owner: str) -> bool:
+        strangers = self.strangers() if is_address(owner) else []
+        return owner in strangers or len(strangers) < MAX_STRANGERS
 
     def _one_of(self, codes: Mapping[int, Count], code: int) -> int:
         return code if code in codes or code in self._always or len(codes) < MAX_CODES else OTHER_XID
@@ -58,6 +61,11 @@ class Counts:
         """Count an Xid at Unix time `at` under a code from `counted_as`."""
         codes = self.xids.setdefault(owner, {})
         codes[code] = codes.get(code, NONE).and_at(at)
+
+    def uninitialize(self, owner: str, at: float) -> None:
+        """Store the Unix time at which the driver failed to initialize a GPU."""
+        if self._has_room(owner):
+            self.uninitialized[owner] = max(at, self.uninitialized.get(owner, at))
 
     def link(self, owner: str, error: tuple[str, ...]) -> None:
         """Count an NVLink error (Xid, unit, link, ...) of an owner with Xids, as OTHER beyond MAX_LINK_ERRORS."""
@@ -91,11 +99,11 @@ class Counts:
             self.introduced[pci] = uuid
 
     def strangers(self) -> list[str]:
-        """Return the PCI addresses that have Xids and no known GPU uuid."""
-        return [owner for owner in self.xids if is_address(owner)]
+        """Return the PCI addresses that have Xids or failed initializations, and no known GPU uuid."""
+        return [owner for owner in {**self.xids, **self.uninitialized} if is_address(owner)]
 
     def adopt(self, pci: str, uuid: str) -> bool:
-        """Move the counts of a PCI address to the GPU uuid there. Return whether the address had Xids."""
+        """Move the counts of a PCI address to the GPU uuid there. Return whether the address had counts."""
         for code, count in self.xids.get(pci, {}).items():
             codes = self.xids.setdefault(uuid, {})
             code = self._one_of(codes, code)
@@ -106,8 +114,10 @@ class Counts:
             errors[error] = errors.get(error, 0) + number
         if pci in self.recovery:
             self.recovery[uuid] = self.recovery[pci]
-        found = pci in self.xids
-        for owners in (self.xids, self.links, self.recovery):
+        if pci in self.uninitialized:
+            self.uninitialize(uuid, self.uninitialized[pci])
+        found = pci in self.xids or pci in self.uninitialized
+        for owners in (self.xids, self.links, self.recovery, self.uninitialized):
             owners.pop(pci, None)
         return found
 
@@ -122,6 +132,7 @@ class Counts:
             "node": self.node,
             "killed": [[pid, at] for pid, at in self.killed.items()],
             "introduced": self.introduced,
+            "uninitialized": self.uninitialized,
         }
 
     def load(self, stored: Mapping[str, Any]) -> None:
@@ -164,4 +175,5 @@ _TABLES: dict[str, Callable[[Any], Any]] = {
     "node": _numbers,
     "killed": lambda rows: {int(pid): float(at) for pid, at in rows[-MAX_KILLED:]},
     "introduced": lambda uuids: {pci: str(uuid) for pci, uuid in uuids.items()},
+    "uninitialized": lambda times: {owner: float(at) for owner, at in times.items()},
 }

@@ -90,6 +90,13 @@ def events(text: str) -> Iterator[XidEvent]:
             named = ""
 
 
+def failed_initializations(text: str) -> Iterator[str]:
+    """Yield the PCI address of each GPU that the driver failed to initialize."""
+    for line in text.split("\\x0a"):
+        if "RmInitAdapter failed" in line and (gpu := _GPU.search(line)):
+            yield pci_address(gpu["pci"])
+
+
 def introductions(text: str) -> Iterator[tuple[str, str]]:
     """Yield (PCI address, uuid) from the lines that the driver logs before a GPU's first Xid."""
     for match in _INTRODUCTION.finditer(text):
