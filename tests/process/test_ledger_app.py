@@ -25,7 +25,7 @@ from flopwatch import catalogue as m
 from flopwatch.ledger.buckets import BUCKETS
 from flopwatch.ledger.replay import replay
 from tests.support.ledger_process import EXPORTER, LOOP, WORKED, Ledger, serving
-from tests.support.machine import PATIENCE, until
+from tests.support.machine import PATIENCE, shortest, until
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,7 @@ def test_metrics_are_the_catalogues_families_in_the_format_asked_for(
     connection.close()
     # Waits that were never measured have no counter.
     rows = [row for row in m.all_metrics() if row.domain == "run" and row is not m.RUN_STRAGGLER_GPU_SECONDS_TOTAL]
-    rows += [m.FLOPWATCH_LEDGER_REQUESTS_TOTAL, m.FLOPWATCH_BUILD_INFO]
+    rows += [m.FLOPWATCH_LEDGER_REQUESTS_TOTAL, m.FLOPWATCH_LEDGER_RUNS, m.FLOPWATCH_BUILD_INFO]
     assert len(families) == len(rows)
     for row in rows:
         family = families.get(row.name) or families[row.name.removesuffix("_total").removesuffix("_info")]
@@ -240,6 +240,45 @@ def test_what_cannot_work_is_one_line_at_start(flags: list[str], message: str, t
             command + flags, capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": str(EXPORTER)}
         )
     assert (done.returncode, done.stderr) == (1, message.format(**names))
+
+
+def test_five_thousand_run_names_bound_the_page_and_lose_no_accounting(tmp_path: Path) -> None:
+    def records(run: str, **more: Any) -> list[dict[str, Any]]:
+        start = {"t": 100, "run": run, "event": "start", "attempt": "a", "source": "n1", "gpus": 8}
+        return [start, {**start, "t": 160, "event": "snapshot", "step": 50, "activity_seconds": {"step": 60}, **more}]
+
+    with serving(tmp_path / "ledger") as ledger:
+        known = [records("ended", pid=True, event="finish", status="completed"), records("mine", pid=True)]
+        runs = [*known, *(records(f"run-{number}") for number in range(5000))]
+        for first in range(0, len(runs), 1000):
+            body = json.dumps([record for run in runs[first : first + 1000] for record in run])
+            assert ledger.post(body)[0] == 200
+        page = ledger.ask("GET", "/metrics")[1]
+        series = [sample for family in parse_text(page) for sample in family.samples]
+        served = {sample.labels["run"] for sample in series if sample.name == m.RUN_ATTEMPTS_TOTAL.name}
+        assert len(served) == 500
+        assert served & {"mine", "ended"} == {"mine"}
+        counts = {s.labels["kind"]: s.value for s in series if s.name == m.FLOPWATCH_LEDGER_RUNS.name}
+        assert counts == {"exported": 500, "without_series": 4502}
+        assert len(page) < 6_000_000  # 5,000 runs had 40 MB
+
+        def cpu_seconds() -> float:
+            user, system = Path(f"/proc/{ledger.process.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+            return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+        def scrape() -> float:
+            began = cpu_seconds()
+            ledger.ask("GET", "/metrics")
+            return cpu_seconds() - began
+
+        assert shortest(scrape, 2) < 2  # 5,000 runs took 4.8
+        listed = {row["run"]: row for row in json.loads(ledger.ask("GET", "/v1/runs")[1])["runs"]}
+        assert len(listed) == 5002
+        assert {(row["attempts"], row["high_water_step"]) for row in listed.values()} == {(1, 50)}
+        hidden = next(name for name in listed if name not in served | {"ended"})
+        for run in (hidden, "ended", "mine"):
+            figures = json.loads(ledger.ask("GET", f"/v1/runs/record?run={run}")[1])
+            assert figures["buckets"]["productive"] == 60
 
 
 def test_a_second_ledger_on_the_same_state_is_refused(tmp_path: Path) -> None:

@@ -290,7 +290,7 @@ def test_a_folder_that_cannot_be_written_is_an_error_at_start(tmp_path: Path) ->
         Store(tmp_path / "file" / "ledger.sqlite")
 
 
-def test_an_ended_run_is_served_for_a_day_and_then_forgotten(tmp_path: Path) -> None:
+def test_an_ended_run_has_series_for_a_day_and_is_in_the_api_for_thirty(tmp_path: Path) -> None:
     clock = [NOW]
     path = tmp_path / "ledger.sqlite"
 
@@ -305,6 +305,15 @@ def test_an_ended_run_is_served_for_a_day_and_then_forgotten(tmp_path: Path) -> 
         assert runs(store, NOW + 24 * 3600 + 1) == set()
         clock[0] += 24 * 3600 + 1
         store.apply(history("crash_loop")[:3])
+        assert runs(store, clock[0]) == {"loop"}
+    with closing(Store(path, clock=lambda: clock[0])) as store:
+        assert store.figures("r")["buckets"]["productive"] == 6000
+        assert runs(store, clock[0]) == {"loop"}
+        clock[0] = NOW + 30 * 24 * 3600
+        assert {row["run"] for row in store.listing()} == {"r", "loop"}
+        clock[0] += 1
+        assert {row["run"] for row in store.listing()} == {"loop"}
+        store.apply(history("crash_loop")[3:4])
     with closing(sqlite3.connect(path)) as db:
         assert db.execute("SELECT run FROM runs").fetchall() == [("loop",)]
         assert db.execute("SELECT DISTINCT run FROM sources").fetchall() == [("loop",)]

@@ -58,3 +58,6 @@ FLOPWATCH_LEDGER_RECORDS_SENT_TOTAL = counter("flopwatch_ledger_records_sent_tot
     ("outcome",), "flopwatch.node.telemetry.ledger_client")
 FLOPWATCH_LEDGER_REQUESTS_TOTAL = counter("flopwatch_ledger_requests_total",
     "Requests to this ledger, by outcome: accepted, refused, failed.", ("outcome",), "flopwatch.ledger.app")
+FLOPWATCH_LEDGER_RUNS = gauge("flopwatch_ledger_runs",
+    "Number of runs in this ledger that have not ended over a day ago, by kind: exported, without_series. Beyond 500 "
+    "runs, ended ones have no series, then those of unknown processes.", ("kind",), "flopwatch.ledger.ledger")

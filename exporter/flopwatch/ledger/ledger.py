@@ -3,18 +3,28 @@
 from collections.abc import Container, Mapping
 from typing import Any
 
+from flopwatch import catalogue as m
 from flopwatch.catalogue import Sample
 from flopwatch.ledger import views
 from flopwatch.ledger.record import LedgerRecord, RunKey
 from flopwatch.ledger.run import RunLedger
 
+MAX_RUNS_WITH_SERIES = 500  # each has about 100 series
+
 
 class Ledger:
-    """Ledger of all runs by tenant and name, in memory."""
+    """Ledger of all runs by tenant and name, in memory. `received` has the Unix time of each run's last record.
+
+    Runs in `retired` ended long ago. They have no series, and a new start begins the next generation.
+    """
 
     def __init__(self, silent_after: float = 60.0) -> None:
         self._silent_after = silent_after
         self.runs: dict[RunKey, RunLedger] = {}
+        self.received: dict[RunKey, float] = {}
+        self.retired: set[RunKey] = set()
+        self._with_pid: set[RunKey] = set()  # runs with a process that an exporter knows, since the ledger's start
+        self._with_series: set[RunKey] = set()
 
     def apply(self, line: Mapping[str, Any] | LedgerRecord, received: float | None = None) -> set[RunKey]:
         """Apply a record received at `received` (Unix time) and return the keys of changed runs. Raises RecordError."""
@@ -23,13 +33,26 @@ class Ledger:
         run = self.runs.get(key)
         if run is None:
             run = RunLedger(*key, self._silent_after)
-        elif run.ended == "completed" and record.event != "submitted" and run.place(record) == "next":
+        elif (
+            (run.ended == "completed" or key in self.retired)
+            and record.event != "submitted"
+            and run.place(record) == "next"
+        ):
             old, run = run, self._next_generation(run)
+            self.received[old.tenant, old.name] = self.received[key]
             changed.add((old.tenant, old.name))
         run.apply(record, received)
         if run.attempt is not None or run.submitted is not None:  # a late record of a forgotten run is not a new run
             self.runs[key] = run
+            self.received[key] = record.t if received is None else received
+            if record.pid:
+                self._with_pid.add(key)
         return changed
+
+    def forget(self, key: RunKey) -> None:
+        """Delete a run."""
+        del self.runs[key], self.received[key]
+        self._with_pid.discard(key)
 
     def _next_generation(self, old: RunLedger) -> RunLedger:
         """Rename a completed run to `RUN#GENERATION`, and return an empty run for its next generation."""
@@ -48,9 +71,25 @@ class Ledger:
         return run
 
     def families(self, now: float, new: Container[RunKey] = ()) -> list[Sample]:
-        """Return the samples of all runs as of `now`, sorted by family. Counters of the runs in `new` are 0."""
-        samples = [sample for key, run in self.runs.items() for sample in views.families(run, now, new=key in new)]
+        """Return the samples of the runs with series as of `now`, sorted by family. Counters in `new` are 0."""
+        served = [key for key in self.runs if key not in self.retired]
+        shown = self._with_series = set(sorted(served, key=lambda key: self._order(key, now))[:MAX_RUNS_WITH_SERIES])
+        samples = [
+            sample for key in served if key in shown for sample in views.families(self.runs[key], now, new=key in new)
+        ]
+        samples.append((m.FLOPWATCH_LEDGER_RUNS, ("exported",), len(shown)))
+        samples.append((m.FLOPWATCH_LEDGER_RUNS, ("without_series",), len(served) - len(shown)))
         return sorted(samples, key=lambda sample: sample[0].name)
+
+    def _order(self, key: RunKey, now: float) -> tuple[bool, bool, float, bool]:
+        """Return the sort key of a run: runs with the highest have no series if there are too many runs.
+
+        Ended runs are dropped first, then runs without a known process, each time the longest silent first. Among
+        reporting runs, those that have series keep them.
+        """
+        silent = now - self.received[key]
+        silent = silent if silent > self._silent_after else 0.0
+        return self.runs[key].ended is not None, key not in self._with_pid, silent, key not in self._with_series
 
     def summary(self, now: float | None = None) -> dict[str, Any]:
         """Return the summary of every run by name, as of `now` in Unix time or else of the run's last record."""

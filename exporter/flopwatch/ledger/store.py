@@ -1,9 +1,9 @@
 """Ledger on disk: an SQLite file in WAL mode, owned by one process at a time.
 
 When `apply` returns, its records are on disk (synchronous=FULL). After a failed write, the state in memory is dropped
-and read again from disk. Deliveries that arrive during a write share the next transaction. A run is served for a day
-after its end. A run that is silent for `abandoned_after` seconds is ended as stopped at its last report, and a start
-within a day continues it.
+and read again from disk. Deliveries that arrive during a write share the next transaction. A run has series for a day
+after its end, and is in the API for 30 days. A run that is silent for `abandoned_after` seconds is ended as stopped at
+its last report, and a start within a day continues it.
 """
 
 import fcntl
@@ -29,7 +29,8 @@ from flopwatch.settings import SettingsError
 
 log = logging.getLogger(__name__)
 
-RETENTION = 24 * 3600.0  # seconds for which a run is served after its end was received
+SERIES_RETENTION = 24 * 3600.0  # seconds for which a run has series after its end was received
+RETENTION = 30 * 24 * 3600.0  # seconds for which it is kept
 ABANDONED_AFTER = 30 * 24 * 3600.0
 MAX_AHEAD = 24 * 3600.0  # seconds that the time of a record may be ahead of this clock
 _CATCH_UP = 600.0  # seconds after a start in which no run is given up, so that senders can report first
@@ -114,7 +115,6 @@ class Store:
         self._queue_lock = threading.Lock()
         self._queue: list[_Delivery] = []
         self._ledger: Ledger | None = None
-        self._received: dict[RunKey, float] = {}  # time of the last record
         self._forgotten: set[RunKey] = set()
         self._given_up: set[RunKey] = set()
         self._known: dict[RunKey, float | None] = {}  # runs that were served in full, with their `first`
@@ -190,7 +190,7 @@ class Store:
             shown = ("state", "attempts", "goodput", "wall_seconds", "high_water_step", "conflict")
             rows = []
             for key, run in ledger.runs.items():
-                summary, silent = views.summary(run, now), max(0.0, now - self._received[key])
+                summary, silent = views.summary(run, now), max(0.0, now - ledger.received[key])
                 row = {"tenant": key[0], "run": key[1], "start": run.start, "silent_seconds": silent}
                 rows.append(row | {name: summary[name] for name in shown})
             return rows
@@ -311,7 +311,6 @@ class Store:
         """Return the ledger in memory, after reading it from disk if memory was dropped."""
         if self._ledger is None:
             ledger = Ledger(self._silent_after)
-            received: dict[RunKey, float] = {}
             parts: dict[str, dict[RunKey, dict[Any, Any]]] = {table: {} for table in _PARTS}
             for table, column in _PARTS.items():
                 rows = self._db.execute(f"SELECT tenant, run, {column}, state FROM {table} ORDER BY {column}")
@@ -321,13 +320,12 @@ class Store:
                 key = tenant, run
                 values = json.loads(saved) | {"silent_after": self._silent_after}
                 ledger.runs[key] = state.from_json(values, *(parts[table].get(key, {}) for table in _PARTS))
-                received[key] = when
-            self._ledger, self._received, self._forgotten, self._given_up = ledger, received, set(), set()
+                ledger.received[key] = when
+            self._ledger, self._forgotten, self._given_up = ledger, set(), set()
         return self._ledger
 
     def _write(self, ledger: Ledger, changed: set[RunKey], now: float) -> None:
         """Write the changed runs and delete the forgotten ones, in one transaction."""
-        self._received |= dict.fromkeys(changed, now)
         self._forget(ledger, now)
         with self._db as db:
             for key in self._forgotten:
@@ -335,7 +333,7 @@ class Store:
                     db.execute(f"DELETE FROM {table} WHERE tenant = ? AND run = ?", key)
             for key in changed | (self._given_up & ledger.runs.keys()):
                 run = ledger.runs[key]
-                columns = *key, run.ended is not None, self._received[key], json.dumps(state.to_json(run))
+                columns = *key, run.ended is not None, ledger.received[key], json.dumps(state.to_json(run))
                 db.execute("INSERT OR REPLACE INTO runs VALUES (?, ?, ?, ?, ?)", columns)
                 for table, name, row in state.changed_rows(run):
                     if row is None:
@@ -348,15 +346,18 @@ class Store:
         self._given_up.clear()
 
     def _forget(self, ledger: Ledger, now: float) -> None:
-        """Stop serving runs that ended long ago, and end abandoned runs. The next write stores both on disk."""
+        """Retire and delete runs that ended long ago, and end abandoned runs. The next write stores it on disk."""
+        ledger.retired.clear()
         for key, run in list(ledger.runs.items()):
-            silent = now - self._received[key]
+            silent = now - ledger.received[key]
             if run.ended is not None and silent > RETENTION:
-                del ledger.runs[key], self._received[key]
+                ledger.forget(key)
                 self._forgotten.add(key)
+            elif run.ended is not None and silent > SERIES_RETENTION:
+                ledger.retired.add(key)
             elif run.ended is None and silent > self._abandoned_after and now - self._began > _CATCH_UP:
                 days = silent / 86400
                 log.warning("ledger: run %s of tenant %r given up, last reported %.0f days ago", key[1], key[0], days)
                 run.give_up()
-                self._received[key] = now
+                ledger.received[key] = now
                 self._given_up.add(key)

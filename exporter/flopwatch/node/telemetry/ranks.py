@@ -411,6 +411,7 @@ class Telemetry:
             "status": status,
             "waits": _waits(live),
             "evidence": entries or None,
+            "pid": any(rank.pid for rank in attempt.ranks.values()) or None,
         }
         record = {name: value for name, value in record.items() if value is not None}
         if attempt.gone_at is None or attempt.live or status is not None:
