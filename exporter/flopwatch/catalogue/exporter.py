@@ -49,6 +49,9 @@ FLOPWATCH_NVML_FIELD_LATENCY_SECONDS_TOTAL = counter("flopwatch_nvml_field_laten
     "driver reports to have spent on NVML fields, by table: often, often_links (read at every scrape), seldom, links. "
     "Absent where it reports none.",
     ("table",), "latencyUsec in nvmlDeviceGetFieldValues", scale=1e-6)
+FLOPWATCH_NVML_SLOW_GPU_SECONDS = gauge("flopwatch_nvml_slow_gpu_seconds", "Time that one complete read of a slow GPU "
+    "through NVML takes, more than 0.25 s. Its values are then read less often, at most every 60 s. Absent for other "
+    "GPUs.", GPU, "flopwatch.node.collectors.nvml")
 FLOPWATCH_OTLP_PUSHES_TOTAL = counter("flopwatch_otlp_pushes_total",
     "Pushes from training processes, by outcome: accepted, partial (some points refused), foreign_gpu (claims a GPU of "
     "another host). Refused as a whole: stale_process, invalid, limit, conflict, malformed, too_large, unauthorized, "

@@ -20,6 +20,7 @@ LIES = {
     "mixed_fields": "fail a call that mixes ECC fields with others",  # DCGM issue 265
     "gpm_refusals": "refuse activity samples in the second half of every ten minutes",  # DCGM issue 214
     "slow_values": "take 1 ms per field value",
+    "slow_gpu": "take 100 ms per call about GPU 7",
     "hidden_mig": "let no process see a MIG instance",  # nvidia-container-toolkit issue 842
     "garbled_processes": "return garbage in place of the second and later processes",  # early R535 releases
     "slow_init": "take 40 s for nvmlInit",
@@ -29,6 +30,7 @@ LIES = {
 ECC_FIELDS, UNWRITTEN = frozenset(range(3, 7)), frozenset((3, 4, 5, 6, 29, 30, 31))
 DOUBLE = 0  # nvmlValueType_t
 SECONDS_PER_VALUE, INIT_SECONDS = 0.001, 40.0
+SLOW_GPU, SECONDS_PER_CALL = 7, 0.1
 REFUSAL_PERIOD = 600.0  # seconds
 
 

@@ -252,6 +252,52 @@ def test_no_read_of_a_slow_driver_exceeds_the_deadline_and_every_link_is_read_wi
             assert seen[m.NVLINK_LINK_ERRORS_TOTAL, (*labels, "5", "crc")] == 7
 
 
+def test_a_slow_gpu_is_read_less_often_and_costs_no_other_gpu_a_value(
+    node: SimulatedNode, collector: Callable[[Simulation], Nvml], clock: Clock
+) -> None:
+    truth = values(collector(Simulation(node.root)).read())
+    node.lie("slow_gpu")
+    driver = Simulation(node.root)
+    driver.sleep = clock.sleep
+    nvml = Nvml(driver, "node1", node.root / "gpus.json", "nvml", clock, sysfs=node.sysfs, proc=node.root / "proc")
+    row, slow = m.FLOPWATCH_NVML_SLOW_GPU_SECONDS, ("7", node.uuid(7))
+    spent: list[float] = []
+    for scrape in range(24):
+        before = clock.now
+        seen = values(nvml.read())
+        spent.append(clock.now - before)
+        clock.now = before + INTERVAL
+        missing = {(of, labels) for of, labels in truth if (of, labels) not in seen and of.labels[:2] == m.GPU}
+        if scrape > 0:
+            assert {labels[:2] for _, labels in missing} <= {slow}
+        if scrape > 3:
+            assert missing == set()
+            assert 2 < seen[row, slow] < 4
+    assert max(spent[1:]) <= 1.6, "of the deadline of 2.5 s; the first read also asks for the identity"
+    assert sum(spent[1:]) / len(spent) / INTERVAL < 0.08
+    node.lie("slow_gpu", "off")
+    for _ in range(5):
+        clock.now += INTERVAL
+        seen = values(nvml.read())
+    assert row not in {of for of, _ in seen}
+
+
+def test_without_persistence_mode_nvml_is_not_initialized_all_the_time(
+    node: SimulatedNode, collector: Callable[[Simulation], Nvml], clock: Clock
+) -> None:
+    node.lie("slow_init")
+    nvml = collector(Simulation(node.root))
+    nvml.read()
+    node.lose(3)
+    slow = 0
+    for _ in range(100):
+        before = clock.now
+        nvml.read()
+        slow += clock.now - before > DEADLINE
+        clock.now = max(clock.now, before + INTERVAL)
+    assert slow == 3
+
+
 def test_a_fast_driver_answers_every_table_at_once(
     node: SimulatedNode, collector: Callable[[Simulation], Nvml]
 ) -> None:

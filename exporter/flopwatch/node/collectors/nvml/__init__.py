@@ -35,7 +35,8 @@ from flopwatch.node.collectors.nvml.library import NvmlLibrary
 from flopwatch.node.collectors.nvml.reads import READS
 
 # Seconds until NVML is initialized again, without which a reset GPU stays silent. Doubled each time up to the maximum.
-REINITIALIZE_AFTER, REINITIALIZE_AT_LEAST_EVERY = 15.0, 240.0
+# No initialization follows another before ten times its duration: without persistence mode it takes up to 40 s.
+REINITIALIZE_AFTER, REINITIALIZE_AT_LEAST_EVERY, INITIALIZING_SHARE = 15.0, 240.0, 10
 
 DRIVER_NOT_LOADED, LIBRARY_NOT_FOUND = 9, 12  # nvmlReturn_t
 
@@ -70,6 +71,7 @@ class Nvml:
         self._stored = {} if runtime is None else stored_state(runtime)
         self._sysfs, self._proc, self._dev = sysfs, proc, dev
         self._initialized_at: float | None = None
+        self._initialized_in = 0.0  # seconds
         self._reinitialize_after = REINITIALIZE_AFTER
         self._suspect = False
         self._cards: dict[int, NvmlCard] = {}
@@ -109,14 +111,18 @@ class Nvml:
         found: dict[str, dict[str, str]] = {}
         errors: dict[str, Exception] = {}
         waiting: list[int] = []
-        self._cost.seldom = 0.0
-        for index in [*range(self._first, count), *range(min(self._first, count))]:
+        self._cost.begin(self._clock())
+        turns = [*range(self._first, count), *range(min(self._first, count))]
+        for index in sorted(turns, key=lambda index: index in self._cards and self._cards[index].slow > 0):
             try:
                 card = self._card(index)
                 found[card.identity["uuid"]] = card.identity
                 answers[card.identity["uuid"]] = card.read()
                 if card.waits:
                     waiting.append(index)
+                if card.slow:
+                    labels = card.identity["gpu"], card.identity["uuid"]
+                    answers[labels[1]].append((m.FLOPWATCH_NVML_SLOW_GPU_SECONDS, labels, card.slow))
             except Exception as error:
                 # An error of one GPU, or of pynvml itself, must not cost the other GPUs.
                 if code_of(self._nvml, error) in OVER:
@@ -213,13 +219,16 @@ class Nvml:
         now = self._clock()
         if self._initialized_at is not None and not self._suspect:
             self._reinitialize_after = REINITIALIZE_AFTER
-        elif self._initialized_at is not None and now - self._initialized_at >= self._reinitialize_after:
+        elif self._initialized_at is not None and now - self._initialized_at >= max(
+            self._reinitialize_after, INITIALIZING_SHARE * self._initialized_in
+        ):
             self._reinitialize_after = min(2 * self._reinitialize_after, REINITIALIZE_AT_LEAST_EVERY)
             self.close()
         try:
             if self._initialized_at is None:
                 nvml.nvmlInit()
-                self._initialized_at, self._suspect = now, False
+                self._initialized_at, self._suspect = self._clock(), False
+                self._initialized_in = self._initialized_at - now
             return int(nvml.nvmlDeviceGetCount())
         except nvml.NVMLError as error:
             if error.value not in (DRIVER_NOT_LOADED, LIBRARY_NOT_FOUND):

@@ -29,9 +29,12 @@ BLIND = (4, 17, 999)  # of a process without access: NO_PERMISSION, OPERATING_SY
 # _NO_PERMISSION, _FUNCTION_NOT_FOUND, _ARGUMENT_VERSION_MISMATCH, _DEPRECATED.
 LACKING = (2, 3, 4, 13, 25, 26)
 NO_PERMISSION, FUNCTION_NOT_FOUND = 4, 13
-# Seconds that a read of all GPUs spends on tables of seldom fields, a fifth of a scrape's default deadline. On NVLink 5
-# each value of a link may be a register access through the GPU's firmware.
-SELDOM_TABLES_BUDGET = 0.5
+# Seconds after which a read of all GPUs makes no further call, within a scrape's default deadline of 2.5 s. A third is
+# for tables of seldom fields: on NVLink 5 each value of a link may be a register access through the GPU's firmware.
+BUDGET, SELDOM_TABLES_SHARE = 1.5, 1 / 3
+# Calls of a slow GPU, without these tables, take more than SLOW seconds together, a tenth of the deadline. It is read
+# every PAUSE times these seconds, at most MAX_PAUSE. Values that are overdue by MAX_OVERDUE seconds are dropped.
+SLOW, PAUSE, MAX_PAUSE, MAX_OVERDUE = 0.25, 20, 60.0, 120.0
 
 Values = Iterator[Value]
 
@@ -55,14 +58,24 @@ class Past:
 
 @dataclass
 class Cost:
-    """Time that tables of fields cost: microseconds by table as the driver reports them, and seconds of this read.
+    """Time that calls cost: microseconds by table of fields as the driver reports them, and seconds of this read.
 
-    Of the seconds, `seldom` are those of tables of seldom fields, at most about `budget`.
+    A read of all GPUs makes no call after the time `until`, `budget` seconds after its begin. Of these seconds,
+    `seldom` are those of tables of seldom fields.
     """
 
     latencies: Counter[str] = field(default_factory=Counter)
     seldom: float = 0.0
-    budget: float = SELDOM_TABLES_BUDGET
+    budget: float = BUDGET
+    until: float = inf
+
+    def begin(self, now: float) -> None:
+        """Begin a read of all GPUs."""
+        self.seldom, self.until = 0.0, now + self.budget
+
+    def spent(self, now: float, seldom_table: bool) -> bool:
+        """Return whether the seconds for a call are spent."""
+        return now >= self.until or (seldom_table and self.seldom >= self.budget * SELDOM_TABLES_SHARE)
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,7 +122,7 @@ class NvmlCard:
         self.mig: list[dict[str, str]] | None = None
         self.incomplete = False  # set by a read whose values count and that must be repeated at once
         self.unasked = False  # set by a read that has values without a call of the driver
-        self.waits = False  # whether a table was not read because the budget of this read was spent
+        self.waits = False  # whether a call was not made because the budget of this read was spent
         self._clock, self._reads, self._cost = clock, reads, cost
         self._table = ""
         self._unaskable: dict[Key, int] = {}  # nvmlReturn_t of fields for which the whole call fails
@@ -118,28 +131,33 @@ class NvmlCard:
         self._meters: dict[str, gpm.Meter] = {}
         self._held: dict[Read, list[Sample]] = {}
         self._due: dict[Read, float] = {}
+        self._took: dict[Read, float] = {}  # seconds of each repeated read, without tables of seldom fields
         self._worked = False
 
     def read(self) -> list[Sample]:
         """Return the GPU's samples. Raises NVMLError if GPU or session is lost, and any error if no call worked."""
         now = self._clock()
         samples: list[Sample] = []
+        made: dict[Read, list[Sample]] = {}
         worked = False
         failure: Exception | None = None
         self.waits = False
         for read in self._reads:
             if not self._wants(read):
                 continue
-            due = now >= self._due.get(read, -inf)
+            due = self._due.get(read, -inf)
             seldom_table = read.table != "" and read.every > 0
-            if due and seldom_table and self._cost.seldom >= self._cost.budget:
-                self.waits, due = True, False
-            if not due:
+            begun, self._table = self._clock(), read.table
+            if now >= due and self._cost.spent(begun, seldom_table):
+                self.waits = True
+                samples += self._held.get(read, ()) if now < due + MAX_OVERDUE else ()
+                continue
+            if now < due:
                 samples += self._held.get(read, ())
                 continue
             self._due.pop(read, None)
             fresh: list[Sample] = []
-            begun, self._table = self._clock(), read.table
+            made[read] = fresh
             try:
                 self.incomplete = self.unasked = False
                 for row, extra, number in read.values(self):
@@ -156,9 +174,15 @@ class NvmlCard:
                 elif code in LACKING:
                     self.lacks[read] = code
                 failure = error
+            took = self._clock() - begun
             if seldom_table:
-                self._cost.seldom += self._clock() - begun
+                self._cost.seldom += took
+            elif read.every < inf:
+                self._took[read] = took
             samples += fresh
+        if self.slow:  # a failed call is not repeated at once either
+            for read, fresh in made.items():
+                self._held[read], self._due[read] = fresh, max(self._due.get(read, 0.0), now + self.pause)
         # A GPU that never supported anything (Tegra) is present. One that stopped answering altogether is not readable.
         unsupported = not self._worked and code_of(self.nvml, failure) not in (None, *BLIND)
         if failure is not None and not worked and not unsupported:
@@ -166,6 +190,17 @@ class NvmlCard:
             raise failure
         self._worked = self._worked or worked
         return samples
+
+    @property
+    def slow(self) -> float:
+        """Return the seconds that the calls of one complete read take if the GPU is slow, else 0."""
+        seconds = sum(self._took.values())
+        return seconds if seconds > SLOW else 0.0
+
+    @property
+    def pause(self) -> float:
+        """Return the interval in seconds between two calls of a slow GPU."""
+        return min(PAUSE * self.slow, MAX_PAUSE)
 
     def _wants(self, read: Read) -> bool:
         return (
