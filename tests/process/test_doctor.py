@@ -25,6 +25,7 @@ from flopwatch.node.health import doctor
 from flopwatch.node.health.doctor import (
     CARD,
     DCGM,
+    DRIVER_HANGS,
     FILE,
     KERNEL_LOG,
     MIG,
@@ -40,7 +41,8 @@ from flopwatch.node.health.doctor import (
     _why,
     examine,
 )
-from flopwatch.node.health.doctor_text import page, shortened, together
+from flopwatch.node.health.doctor_text import page, shortened
+from flopwatch.node.health.driver_lines import together
 from flopwatch.node.health.nvml_answers import asked
 from flopwatch.settings import Address, ExporterSettings, SettingsError
 from flopwatch.simulate.sources import create
@@ -131,10 +133,22 @@ def test_a_hung_driver_costs_its_own_lines(node: SimulatedNode, monkeypatch: pyt
     monkeypatch.setattr(doctor, "DRIVER_DEADLINE", 1.0)
     node.hang("nvmlDeviceGetPowerUsage")
     report = examine(settings(node), create)
-    assert report.problems == ["nvml: no answer in time; the driver or the hardware behind it hangs"]
+    assert report.problems == [f"nvml: {DRIVER_HANGS}"]
     assert report.gpus == []
     assert len(report.ports) == 9
     assert "\nGPUs: not known\n" in page(report, 80)
+
+
+def test_a_driver_that_lies_is_explained_with_what_to_do(node: SimulatedNode) -> None:
+    for lie in ("double_types", "no_persistence", "no_ecc", "garbled_processes"):
+        node.lie(lie)
+    report = examine(settings(node), create)
+    assert report.problems == []
+    starts = [" ".join(loss.split()[2:6]) for loss in report.losses]
+    assert starts == ["error correction is off,", "the driver returns garbled", "persistence mode is off,"]
+    text = page(report, 100)
+    assert "  driver       version 590.48.01, branch R590\n" in text
+    assert "               declares " in text
 
 
 def test_owners_are_shown_with_their_source_and_a_garbage_answer_of_the_kubelet_is_a_problem(
@@ -320,6 +334,7 @@ REPORT = Report(
     host="node-7",
     user="user 1000, without CAP_SYSLOG",
     simulated=False,
+    driver=["version 580.82.07, branch R580"],
     problems=["GPU 1: does not answer", "infiniband: no answer in time"],
     losses=["xid: Xids from kernel_log: Operation not permitted"],
     sources=[
@@ -372,6 +387,7 @@ Sources
                Xids from kernel_log: Operation not permitted
   identity     FAILED: no answer in time; the driver or the
                hardware behind it hangs
+  driver       version 580.82.07, branch R580
 
 GPUs
   GPU 0        NVIDIA L40S, 00000000:53:00.0, GPU-0a

@@ -25,6 +25,7 @@ from flopwatch import catalogue as m
 from flopwatch.catalogue import GPU, PORT, Metric, Sample
 from flopwatch.node.collectors import StateFile, read_inventory
 from flopwatch.node.driver_release import Release
+from flopwatch.node.health import driver_lines
 from flopwatch.node.health.nvml_answers import asked
 from flopwatch.node.health.state_copy import copied
 from flopwatch.node.scrape.reader import (
@@ -43,6 +44,8 @@ DRIVER_DEADLINE, DEADLINE = 15.0, 5.0  # seconds; without persistence mode the f
 PATIENCE = 3.0  # seconds until a line on the terminal explains the wait
 BETWEEN_READS = 0.3  # seconds; NVML derives activity from two samples at least 0.1 s apart
 
+HANGS = "no answer in time; the driver or the hardware behind it hangs"
+DRIVER_HANGS = f"{HANGS}, or persistence mode is off and the driver starts slowly (nvidia-smi -pm 1)"
 REASONS = PERMISSION, OLD, CARD, DCGM, KERNEL_LOG, FILE, REFUSED, MIG, QUIET = (  # why a row has no series
     "not permitted to this user",
     "the driver or nvidia-ml-py is too old",
@@ -111,6 +114,7 @@ class Report:
     sources: list[SourceReport] = field(default_factory=list)
     gpus: list[HardwarePart] = field(default_factory=list)
     ports: list[HardwarePart] = field(default_factory=list)
+    driver: list[str] = field(default_factory=list)
     place: dict[str, str] = field(default_factory=dict)
     privileges: list[Access] = field(default_factory=list)
     listeners: dict[str, str] = field(default_factory=dict)
@@ -140,7 +144,8 @@ def _look(settings: ExporterSettings, sources: HostSources, report: Report) -> N
     report.place = next(iter(_info(m.HOST_TOPOLOGY_INFO, samples)), {})
     report.privileges = _privileges(settings, samples)
     report.problems = _problems(report, samples, sysfs)
-    report.losses = _losses(report, samples, settings)
+    report.losses = [*driver_lines.losses(samples, answers, sources.proc), *_losses(report, samples, settings)]
+    report.driver = driver_lines.state(samples, answers)
 
 
 def _readings(settings: ExporterSettings, sources: HostSources, notes: Path, report: Report) -> dict[str, Reading]:
@@ -167,7 +172,7 @@ def _readings(settings: ExporterSettings, sources: HostSources, notes: Path, rep
         released = reading.kind == "released"
         state = "ok" if reading.ok else "off" if released else "failed" if reading.supported else "absent"
         reason = {
-            "deadline": "no answer in time; the driver or the hardware behind it hangs",
+            "deadline": DRIVER_HANGS if readers[name].driver else HANGS,
             "exited": "its process died",
             "released": "the driver is released (docs/release.md); flopwatch exporter --release 0 ends that",
         }.get(reading.reason, reading.reason)
@@ -402,8 +407,9 @@ def _losses(report: Report, samples: Sequence[Sample], settings: ExporterSetting
         for source in report.sources
         if source.name not in HARDWARE and source.state == "failed"
     ]
-    for name in sorted({name for part in (*report.gpus, *report.ports) for name in part.missing.get(PERMISSION, ())}):
-        losses.append(f"{name}: {PERMISSION}")
+    for reason in (PERMISSION, OLD):
+        names = {name for part in (*report.gpus, *report.ports) for name in part.missing.get(reason, ())}
+        losses += [f"{name}: {reason}" for name in sorted(names)]
     absent = {source.name for source in report.sources if source.state == "absent"}
     if not os.path.exists(str(settings.kmsg).removeprefix("unix:")):
         absent.add("kernel_log")

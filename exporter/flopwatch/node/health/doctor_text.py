@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from flopwatch.node.health.doctor import REASONS, HardwarePart, Report
+from flopwatch.node.health.driver_lines import together
 
 NAMES = 8  # families shown per reason; the JSON has all of them
 NARROWEST, WIDEST = 60, 110
@@ -46,6 +47,7 @@ def _lines(report: Report, width: int) -> Iterator[str]:
         text = f"{source.series} series in {1000 * source.seconds:.0f} ms" if source.state == "ok" else source.reason
         state = {"ok": "ok, ", "failed": "FAILED: ", "absent": "not here: ", "off": "off: "}[source.state]
         yield from entry(source.name, state + text, *source.messages)
+    yield from entry("driver", *report.driver) if report.driver else ()
     failed = {source.name for source in report.sources if source.state == "failed"}
     for title, parts, source_of in (("GPUs", report.gpus, "nvml"), ("Ports", report.ports, "infiniband")):
         yield ""
@@ -128,22 +130,6 @@ def _missing(parts: Sequence[HardwarePart], width: int) -> Iterator[str]:
                 more = f", and {len(shown) - NAMES} more (--json)" if len(shown) > NAMES else ""
                 text = f"{reason}: {', '.join(shown[:NAMES])}{more}"
                 yield from _bullet(text, width, break_on_hyphens=False)
-
-
-def together(names: Sequence[str]) -> str:
-    """Return names as text, with consecutive numbers as a range: GPU 0-7."""
-    ranges: list[tuple[str, int, int]] = []
-    words = []
-    for name in names:
-        prefix, _, number = name.rpartition(" ")
-        if not prefix or not number.isdigit():
-            words.append(name)
-        elif ranges and ranges[-1][0] == prefix and ranges[-1][2] + 1 == int(number):
-            ranges[-1] = (prefix, ranges[-1][1], int(number))
-        else:
-            ranges.append((prefix, int(number), int(number)))
-    words += [f"{prefix} {first}" + (f"-{last}" if last > first else "") for prefix, first, last in ranges]
-    return ", ".join(words)
 
 
 def shortened(names: Sequence[str]) -> list[str]:

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from pkgutil import resolve_name
@@ -10,9 +10,40 @@ from typing import Any
 
 from flopwatch import catalogue as m
 from flopwatch.catalogue import Metric, Sample
+from flopwatch.node.capture.recorder import Recorder
 from flopwatch.node.collectors import Collector, StateFile
+from flopwatch.node.collectors.nvml.fields import DOUBLE, possible
+from flopwatch.node.health.driver_lines import DOUBLES, GARBLED, UNWRITTEN
 
 PROFILING = 1000  # DCGM measures fields from this id on itself, and gets the others from NVML
+
+
+class _Recorder(Recorder):
+    """Recorder that also keeps the ids of fields that the driver declares as DOUBLE, and of those without a value."""
+
+    def __init__(self, library: Any) -> None:
+        super().__init__(library)
+        self.doubles: set[int] = set()
+        self.unwritten: set[int] = set()
+
+    def _note_fields(self, subject: str, values: Iterable[Any]) -> None:
+        for value in values:
+            if value.nvmlReturn == 0 and value.valueType == DOUBLE:
+                empty = value.value.ullVal == 0 and value.timestamp == 0
+                (self.unwritten if empty else self.doubles).add(value.fieldId)
+        super()._note_fields(subject, values)
+
+
+def _garbled(recorded: Mapping[str, Mapping[str, Mapping[str, list[Any]]]]) -> list[str]:
+    """Return the GPUs whose list of processes has entries that no process can have."""
+    call = "nvmlDeviceGetComputeRunningProcesses_v3()"
+    return [
+        part
+        for part, sections in recorded.items()
+        for answer in sections.get("calls", {}).get(call, ())
+        if isinstance(answer, list)
+        and not all(possible(one["object"]["pid"], one["object"]["usedGpuMemory"]) for one in answer)
+    ]
 
 
 class RecordedNvml:
@@ -21,10 +52,8 @@ class RecordedNvml:
     name = "nvml"
 
     def __init__(self, collector: Any, notes: StateFile) -> None:
-        from flopwatch.node.capture.recorder import Recorder
-
         self._library = collector._nvml
-        self._recorder = collector._nvml = Recorder(self._library)
+        self._recorder = collector._nvml = _Recorder(self._library)
         collector._cost.budget = math.inf  # one read has all tables, also of a slow driver
         self._collector: Collector = collector
         self._notes = notes
@@ -38,6 +67,9 @@ class RecordedNvml:
             self._notes.save(
                 {
                     "lacks": sorted(name for name in names if not hasattr(self._library, name)),
+                    DOUBLES: sorted(self._recorder.doubles),
+                    UNWRITTEN: sorted(self._recorder.unwritten),
+                    GARBLED: _garbled(self._recorder.recorded()),
                     **{part: _codes(sections) for part, sections in self._recorder.recorded().items()},
                 }
             )

@@ -26,6 +26,7 @@ SIGNED = ("sllVal", "siVal")
 DOUBLE = 0  # nvmlValueType_t
 # No driver writes a number this small. As a double, an integer below 2^56 looks like one.
 SMALLEST_DOUBLE = 1e-300
+MAX_PID, MAX_GPU_MEMORY = 1 << 22, 1 << 43  # PID_MAX_LIMIT of Linux; bytes, more than any GPU has
 NEGATIVE_INTEGERS = 2**64 - 2**32  # as unsigned; as doubles they are no numbers (NaN)
 
 
@@ -141,6 +142,14 @@ FABRIC_FAULTS = {  # NVML_GPU_FABRIC_HEALTH_MASK_*: first of two bits (0 not sup
 }
 # fmt: on
 FABRIC_CONFIGURATION_SHIFT = 8  # four bits: 0 not supported, 1 none, others a kind of wrong configuration
+
+
+def possible(pid: int, memory: int | None) -> bool:
+    """Return whether a process may have this pid and use so many bytes of a GPU.
+
+    Early R535 releases return the second process and all others garbled (an ABI break of nvmlProcessInfo_v3).
+    """
+    return pid <= MAX_PID and (memory or 0) <= MAX_GPU_MEMORY
 
 
 def known(number: float) -> bool:

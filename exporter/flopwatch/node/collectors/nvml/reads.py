@@ -21,8 +21,6 @@ ONCE = inf
 NOT_SUPPORTED = 3  # nvmlReturn_t
 EMPTY_SLOT = (2, 6)  # NVML_ERROR_NOT_FOUND or NVML_ERROR_INVALID_ARGUMENT
 MIG_PROFILE = re.compile(r"(?:[0-9]+c\.)?[0-9]+g\.[0-9]+gb\S*")  # 1g.10gb, 1c.3g.40gb, 1g.10gb+me
-# Early R535 releases return the second process and all others garbled (an ABI break of nvmlProcessInfo_v3).
-MAX_PID, MAX_GPU_MEMORY = 1 << 22, 1 << 43  # PID_MAX_LIMIT of Linux; bytes, more than any GPU has
 OWNERS_PER_GPU = 8
 OTHER_OWNERS = "other"
 
@@ -170,7 +168,7 @@ def _processes(card: NvmlCard) -> Values:
     processes = [
         process
         for process in card.nvml.nvmlDeviceGetComputeRunningProcesses_v3(card.handle)
-        if process.pid <= MAX_PID and (process.usedGpuMemory or 0) <= MAX_GPU_MEMORY
+        if fields.possible(process.pid, process.usedGpuMemory)
     ]
     pids = {process.pid for process in processes}
     # The same pid is the same process, unless the number was reused within seconds.
