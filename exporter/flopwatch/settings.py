@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
+DCGM_FIELDS = "1001-1005,1009-1012"  # activity, and bytes over PCIe and NVLink
 KUBELET_SOCKET = Path("/var/lib/kubelet/pod-resources/kubelet.sock")
 
 
@@ -57,6 +58,7 @@ class ExporterSettings:
     sysfs: Path = Path("/sys")
     kmsg: Path = Path("/dev/kmsg")
     dcgm: str = ""  # DCGM host engine to read: HOST:PORT or its socket's path; empty: no DCGM
+    dcgm_fields: str = DCGM_FIELDS  # profiling fields of DCGM to sample, such as 1001-1005,1009
     expose: str = ""  # dcgm-exporter's names to publish too: "dcgm", "dcgm-4.8" or "dcgm-4.9"
     state: Path = Path("/var/lib/flopwatch")
     simulate: str | None = None
@@ -100,6 +102,7 @@ class ExporterSettings:
             _check_topology(self.topology)
         if self.dcgm:
             _check_dcgm(self.dcgm)
+        dcgm_fields(self.dcgm_fields)
         if self.dcgm and self.simulate is not None:
             raise SettingsError("--dcgm: it reads real GPUs, and --simulate replaces them; leave one out")
         if self.expose not in ("", "dcgm", "dcgm-4.8", "dcgm-4.9"):
@@ -107,6 +110,16 @@ class ExporterSettings:
                 f"--expose {self.expose!r}: write dcgm (dcgm-exporter's names before and from 4.9), "
                 "dcgm-4.8 or dcgm-4.9"
             )
+
+
+def dcgm_fields(text: str) -> frozenset[int]:
+    """Return the profiling fields of DCGM in a list such as 1001-1005,1009. Raises SettingsError for other fields."""
+    ranges = [part.partition("-") for part in text.split(",")]
+    if all(first.isdigit() and (last if dash else first).isdigit() for first, dash, last in ranges):
+        ids = {id for first, _, last in ranges for id in range(int(first), int(last or first) + 1)}
+        if ids and ids <= set(range(1001, 1017)):
+            return frozenset(ids)
+    raise SettingsError(f"--dcgm-fields {text!r}: write profiling fields from 1001 to 1016, for example {DCGM_FIELDS}")
 
 
 def _check_dcgm(address: str) -> None:

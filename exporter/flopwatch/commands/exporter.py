@@ -58,6 +58,8 @@ def flags(parser: argparse.ArgumentParser) -> None:
     text = f"the kernel log, for Xid errors, or unix: and the socket of flopwatch kmsg (default {node.kmsg})"
     add("--kmsg", "FILE", text, Path)
     add("--dcgm", "WHERE", "read a running DCGM host engine too: HOST:PORT or a socket's path (docs/dcgm.md)")
+    text = f"profiling fields to sample with --dcgm, in one pass of the hardware (default {node.dcgm_fields})"
+    add("--dcgm-fields", "IDS", text)
     add("--expose", "NAMES", "publish dcgm-exporter's names too: dcgm, dcgm-4.8 or dcgm-4.9 (docs/dcgm.md)")
     add("--state", "DIR", f"inventory, Xid counts, embedded ledger, spool (default {node.state})", Path)
     add("--simulate", "NODE", "simulate a node instead of reading hardware: h100x8")

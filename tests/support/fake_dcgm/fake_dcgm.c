@@ -8,6 +8,7 @@
  *   at SECONDS                                time stamp of the values
  *   return CALL CODE                          the call fails; `dcgmWatchFields:1004` only with that field
  *   hang CALL                                 the call never returns
+ *   group MAJOR MINOR ID...                   a group of profiling fields, the same for every GPU
  *   paused                                    fields 1001-1016 are blank
  * A field that is not watched through this connection has status -16. Calls are written to the file FAKE_DCGM.calls.
  */
@@ -53,6 +54,17 @@ typedef struct {
     } value;
 } dcgmFieldValue_v1;
 
+typedef struct {
+    unsigned short majorId, minorId;
+    unsigned int numFieldIds;
+    unsigned short fieldIds[64];
+} dcgmProfMetricGroupInfo_v2;
+
+typedef struct {
+    unsigned int version, unused, gpuId, numMetricGroups;
+    dcgmProfMetricGroupInfo_v2 metricGroups[10];
+} dcgmProfGetMetricGroups_v3;
+
 #define VERSION(type, release) ((unsigned int)(sizeof(type) | (unsigned int)(release) << 24))
 
 _Static_assert(VERSION(dcgmConnectV2Params_v2, 2) == 0x02000010, "dcgmConnectV2Params_version2");
@@ -70,6 +82,8 @@ _Static_assert(offsetof(dcgmFieldValue_v2, status) == 16, "dcgmFieldValue_v2");
 _Static_assert(offsetof(dcgmFieldValue_v2, ts) == 24, "dcgmFieldValue_v2");
 _Static_assert(offsetof(dcgmFieldValue_v2, value) == 32, "dcgmFieldValue_v2");
 _Static_assert(sizeof(dcgmGroupEntityPair_t) == 8, "dcgmGroupEntityPair_t");
+_Static_assert(VERSION(dcgmProfGetMetricGroups_v3, 3) == 0x03000560, "dcgmProfGetMetricGroups_version3");
+_Static_assert(offsetof(dcgmProfGetMetricGroups_v3, metricGroups) == 16, "dcgmProfGetMetricGroups_v3");
 _Static_assert(sizeof(uintptr_t) == 8, "dcgmHandle_t, dcgmGpuGrp_t, dcgmFieldGrp_t");
 
 enum { HANDLE = 0x7f0000001234, FIRST_GROUP = 0x100000002, FIRST_FIELDS = 0x200000002, MOST = 64 };
@@ -257,6 +271,30 @@ int dcgmWatchFields(uintptr_t handle, uintptr_t group, uintptr_t field_group, in
     watches[watch_count].group = (int)(group - (uintptr_t)FIRST_GROUP);
     watches[watch_count++].fields = place;
     return 0;
+}
+
+int dcgmProfGetSupportedMetricGroups(uintptr_t handle, dcgmProfGetMetricGroups_v3 *found) {
+    char line[512];
+    unsigned int number = 0;
+    BEGIN_CONNECTED(dcgmProfGetSupportedMetricGroups, "");
+    if (found->version != 0x03000560)
+        return -12;
+    FILE *file = script();
+    while (file && fgets(line, sizeof line, file)) {
+        char *word = strtok(line, " \n");
+        if (!word || strcmp(word, "group"))
+            continue;
+        dcgmProfMetricGroupInfo_v2 *group = &found->metricGroups[number++];
+        group->majorId = (unsigned short)strtoul(strtok(NULL, " \n"), NULL, 0);
+        group->minorId = (unsigned short)strtoul(strtok(NULL, " \n"), NULL, 0);
+        group->numFieldIds = 0;
+        while ((word = strtok(NULL, " \n")))
+            group->fieldIds[group->numFieldIds++] = (unsigned short)strtoul(word, NULL, 0);
+    }
+    if (file)
+        fclose(file);
+    found->numMetricGroups = number;
+    return number ? 0 : -36;
 }
 
 int dcgmUnwatchFields(uintptr_t handle, uintptr_t group, uintptr_t field_group) {

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from flopwatch.catalogue import BY_NAME, Metric, Sample
 from flopwatch.node.scrape.child import EXIT_GRACE
-from flopwatch.settings import ExporterSettings
+from flopwatch.settings import ExporterSettings, dcgm_fields
 
 log = logging.getLogger(__name__)
 
@@ -398,5 +398,7 @@ def hardware(settings: ExporterSettings, sources: HostSources) -> list[Reader]:
         ),
     ]
     if settings.dcgm:
-        readers.insert(1, reader("dcgm", driver=True, secondary=True, address=settings.dcgm, gpus=gpus))
+        ids = ",".join(map(str, sorted(dcgm_fields(settings.dcgm_fields))))
+        dcgm = reader("dcgm", driver=True, secondary=True, address=settings.dcgm, gpus=gpus, profiling=ids)
+        readers.insert(1, dcgm)
     return readers

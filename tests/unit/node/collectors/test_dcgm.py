@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from flopwatch.catalogue import GPU_INFO, Sample
 from flopwatch.node.collectors import Unsupported
 from flopwatch.node.collectors.dcgm import Dcgm, HostEngineError, abi, build
 from flopwatch.node.scrape.reader import Reader, Spec
+from flopwatch.settings import DCGM_FIELDS, ExporterSettings, SettingsError, dcgm_fields
 from tests.support.fake_dcgm import compile_library
 
 A100, H100 = "value 1 -1 63 i 0x80000\n", "value 1 -1 63 i 0x90000\n"
@@ -59,8 +61,9 @@ class HostEngine:
         self.calls_file.unlink(missing_ok=True)
         return calls
 
-    def collector(self, address: str = "localhost:5555") -> Dcgm:
-        return Dcgm(address, self.gpus, lambda: abi.Library(str(self.library)), lambda: self.now)
+    def collector(self, address: str = "localhost:5555", ids: str = "1001-1016") -> Dcgm:
+        load = partial(abi.Library, str(self.library))
+        return Dcgm(address, self.gpus, load, lambda: self.now, dcgm_fields(ids))
 
 
 @pytest.fixture(scope="session")
@@ -393,7 +396,7 @@ def test_different_releases_on_both_sides_are_named(engine: HostEngine) -> None:
 
 
 def test_without_libdcgm_the_source_is_not_supported(tmp_path: Path) -> None:
-    collector = build("localhost:5555", str(tmp_path / "gpus.json"), str(tmp_path / "libdcgm.so.4"))
+    collector = build("localhost:5555", str(tmp_path / "gpus.json"), "1004", str(tmp_path / "libdcgm.so.4"))
     with pytest.raises(Unsupported, match="install datacenter-gpu-manager-4-core, or leave out --dcgm"):
         collector.read()
 
@@ -433,7 +436,12 @@ def test_a_call_that_hangs_costs_this_source_its_deadline(engine: HostEngine) ->
         "dcgm",
         Spec(
             "flopwatch.node.collectors.dcgm:build",
-            {"address": "localhost:5555", "gpus": str(engine.gpus), "library": str(engine.library)},
+            {
+                "address": "localhost:5555",
+                "gpus": str(engine.gpus),
+                "library": str(engine.library),
+                "profiling": "1004",
+            },
         ),
         driver=True,
         secondary=True,
@@ -445,3 +453,53 @@ def test_a_call_that_hangs_costs_this_source_its_deadline(engine: HostEngine) ->
         assert (reading.ok, reading.kind, reading.samples) == (False, "deadline", [])
     finally:
         reader.close()
+
+
+# As `dcgmi profile --list` prints it for Volta and Turing: of A.1, A.2 and A.3, one is counted at a time.
+GROUPS = """
+group 0 1 1002 1003 1004 1007
+group 0 2 1006
+group 0 3 1008
+group 1 0 1005
+group 2 0 1009 1010
+group 3 0 1001
+group 4 0 1011 1012
+"""
+
+
+def profiled(engine: HostEngine, ids: str) -> list[list[int]]:
+    """Return the profiling fields in each watch of a collector of these."""
+    engine.calls()
+    engine.collector(ids=ids).read()
+    watches = [call.partition(":")[2] for call in engine.calls() if call.startswith("dcgmWatchFields")]
+    each = [[int(id) for id in watch.split()] for watch in watches]
+    return [sorted(ids) for ids in each if ids[0] > 1000]
+
+
+def test_only_fields_that_the_hardware_counts_in_one_pass_are_sampled(
+    engine: HostEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine.set_script(GPUS + A100 + GROUPS)
+    one_pass = [*range(1001, 1006), *range(1009, 1013)]
+    assert profiled(engine, DCGM_FIELDS) == [one_pass]
+    assert caplog.messages == []
+    assert profiled(engine, "1001-1016") == [sorted([*one_pass, 1007])]
+    assert caplog.messages == [
+        "2 GPUs need further passes for fields [1006, 1008, 1013, 1014, 1015, 1016], which are left out"
+    ]
+    assert profiled(engine, "1006,1008") == [[1008]], "the first of the table wins"
+
+
+def test_a_host_engine_that_names_no_groups_is_asked_for_all_fields(engine: HostEngine) -> None:
+    engine.set_script(GPUS + A100)
+    assert profiled(engine, "1001-1016") == [list(range(1001, 1017))]
+    assert profiled(engine, "1004") == [[1004]]
+    engine.set_script(GPUS + A100 + GROUPS)
+    assert profiled(engine, "1013") == [], "no group counts it"
+
+
+def test_the_flag_takes_profiling_fields_only() -> None:
+    assert dcgm_fields(DCGM_FIELDS) == {*range(1001, 1006), *range(1009, 1013)}
+    for wrong in ("", "1000", "1004-", "1005-1004", "1017", "tensor", "1001,,1002"):
+        with pytest.raises(SettingsError, match="write profiling fields from 1001 to 1016"):
+            ExporterSettings(dcgm_fields=wrong)

@@ -10,7 +10,7 @@ flopwatch_profiling_paused is 1.
 import logging
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -106,14 +106,22 @@ class _Watched:
 
 
 class Dcgm:
-    """Collector of the host engine at `address`. `load` opens libdcgm, and `gpus` is the inventory file of GPUs."""
+    """Collector of the host engine at `address`. `load` opens libdcgm, and `gpus` is the inventory file of GPUs.
+
+    `ids` are the profiling fields to sample, if the GPU counts them in one pass.
+    """
 
     name = "dcgm"
 
     def __init__(
-        self, address: str, gpus: Path, load: Callable[[], Library], clock: Callable[[], float] = time.monotonic
+        self,
+        address: str,
+        gpus: Path,
+        load: Callable[[], Library],
+        clock: Callable[[], float] = time.monotonic,
+        ids: Collection[int] = tuple(each.id for each in fields.PROFILING),
     ) -> None:
-        self._address, self._gpus = address, gpus
+        self._address, self._gpus, self._fields = address, gpus, ids
         self._load, self._clock = load, clock
         self._engine: Library | None = None
         self._session: Session | None = None
@@ -183,13 +191,20 @@ class Dcgm:
         self._ask(session, links, (fields.LINK_STATE, *fields.LINK_ERRORS))
         self._ask(session, cpus, tuple(each.id for each in fields.CPU_STATE))
         session.update()
-        self._ask(session, self._profiled_by_dcgm(session, gpus), tuple(each.id for each in fields.PROFILING))
+        wanted = tuple(each.id for each in fields.PROFILING if each.id in self._fields)
+        profiled: defaultdict[tuple[int, ...], list[Key]] = defaultdict(list)
+        for kind, id in self._profiled_by_dcgm(session, gpus):
+            profiled[session.in_one_pass(id, wanted)].append((kind, id))
+        for ids, some in profiled.items():
+            self._ask(session, tuple(some), ids)
+            if left := set(wanted) - set(ids):
+                log.warning("%d GPUs need further passes for fields %s, which are left out", len(some), sorted(left))
         session.update()
         if not self._watched and session.refusal is not None:
             raise session.refusal
 
     def _ask(self, session: Session, pairs: tuple[Key, ...], ids: tuple[int, ...]) -> None:
-        accepted = session.watch(pairs, ids, SAMPLED_EVERY) if pairs else ()
+        accepted = session.watch(pairs, ids, SAMPLED_EVERY) if pairs and ids else ()
         if accepted:
             self._watched.setdefault(pairs[0][0], []).append(_Watched(pairs, accepted))
 
@@ -325,6 +340,9 @@ def _switch_name(entity: int, values: Mapping[int, Value]) -> str:
     return f"{domain:04x}:{bus:02x}:{device:02x}.{function:x}"
 
 
-def build(address: str, gpus: str, library: str = LIBRARY) -> Dcgm:
-    """Return the collector of the host engine at HOST:PORT or a socket's path. `library` is the path of libdcgm."""
-    return Dcgm(address, Path(gpus), lambda: Library(library))
+def build(address: str, gpus: str, profiling: str, library: str = LIBRARY) -> Dcgm:
+    """Return the collector of the host engine at HOST:PORT or a socket's path. `library` is the path of libdcgm.
+
+    `profiling` has the ids of profiling fields, separated by commas.
+    """
+    return Dcgm(address, Path(gpus), lambda: Library(library), ids=[int(id) for id in profiling.split(",")])

@@ -77,6 +77,14 @@ class FieldValue(ctypes.Structure):
     _fields_ = [("version", ctypes.c_uint), ("entityGroupId", ctypes.c_uint), ("entityId", ctypes.c_uint),
                 ("fieldId", ctypes.c_ushort), ("fieldType", ctypes.c_short), ("status", ctypes.c_int),
                 ("unused", ctypes.c_uint), ("ts", ctypes.c_int64), ("value", _Content)]
+class _MetricGroup(ctypes.Structure):
+    _fields_ = [("majorId", ctypes.c_ushort), ("minorId", ctypes.c_ushort), ("numFieldIds", ctypes.c_uint),
+                ("fieldIds", ctypes.c_ushort * 64)]
+
+
+class _MetricGroups(ctypes.Structure):  # dcgmProfGetMetricGroups_v3
+    _fields_ = [("version", ctypes.c_uint), ("unused", ctypes.c_uint), ("gpuId", ctypes.c_uint),
+                ("numMetricGroups", ctypes.c_uint), ("metricGroups", _MetricGroup * 10)]
 # fmt: on
 
 
@@ -95,6 +103,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "dcgmFieldGroupDestroy": (_HANDLE, _HANDLE),
     "dcgmWatchFields": (_HANDLE, _HANDLE, _HANDLE, ctypes.c_int64, ctypes.c_double, ctypes.c_int),
     "dcgmUnwatchFields": (_HANDLE, _HANDLE, _HANDLE),
+    "dcgmProfGetSupportedMetricGroups": (_HANDLE, _OUT),
     "dcgmUpdateAllFields": (_HANDLE, ctypes.c_int),
     "dcgmEntitiesGetLatestValues": (_HANDLE, _OUT, ctypes.c_uint, _OUT, ctypes.c_uint, ctypes.c_uint, _OUT),
 }
@@ -179,6 +188,24 @@ class Session:
                 raise
             return []
         return ids[: count.value]
+
+    def in_one_pass(self, gpu: int, fields: Sequence[int]) -> tuple[int, ...]:
+        """Return those profiling fields that a GPU counts in one pass, the first ones first.
+
+        Of the groups with the same `majorId` the hardware counts one at a time. All fields, if DCGM names no groups.
+        """
+        groups = _MetricGroups(version=ctypes.sizeof(_MetricGroups) | 3 << 24, gpuId=gpu)
+        self._unless_lost("dcgmProfGetSupportedMetricGroups", ctypes.byref(groups))
+        known = groups.metricGroups[: groups.numMetricGroups]
+        of = {id: [group for group in known if id in group.fieldIds[: group.numFieldIds]] for id in fields}
+        chosen: dict[int, int] = {}
+        for id in fields:
+            if not any(chosen.get(group.majorId) == group.minorId for group in of[id]):
+                for group in of[id][:1]:
+                    chosen.setdefault(group.majorId, group.minorId)
+        return tuple(
+            id for id in fields if not known or any(chosen.get(group.majorId) == group.minorId for group in of[id])
+        )
 
     def watch(self, pairs: Sequence[tuple[int, int]], fields: Sequence[int], every: float) -> tuple[int, ...]:
         """Make the host engine sample `fields` of (kind, id) `pairs` every `every` s. Return the accepted fields."""
