@@ -184,6 +184,17 @@ def test_a_rank_may_claim_only_a_gpu_of_the_node(tmp_path: Path) -> None:
         }
 
 
+def test_a_rank_on_a_host_without_a_driver_may_claim_no_gpu(tmp_path: Path) -> None:
+    with exporter(tmp_path / "state") as node:
+        node.push(process(gauge("training_rank_info", 1, uuid="GPU-of-another-node"), gauge("training_loss", 2.5)))
+        scraped = node.series()
+    assert {series: value for series, value in scraped.items() if series.startswith("training_")} == {
+        "training_rank_info{run=lm,rank=0,host=node-7,uuid=,local_rank=,attempt=a1,dp=,tp=,pp=,cp=,ep=}": 1,
+        "training_loss{run=lm}": 2.5,
+    }
+    assert scraped["flopwatch_otlp_pushes_total{outcome=foreign_gpu}"] == 1
+
+
 def test_a_hung_driver_costs_its_own_series_and_they_come_back(tmp_path: Path) -> None:
     state = tmp_path / "state"
     with exporter(state, "--simulate", "h100x8", "--stale-after", "10") as node:

@@ -53,9 +53,9 @@ FLOPWATCH_NVML_SLOW_GPU_SECONDS = gauge("flopwatch_nvml_slow_gpu_seconds", "Time
     "through NVML takes, more than 0.25 s. Its values are then read less often, at most every 60 s. Absent for other "
     "GPUs.", GPU, "flopwatch.node.collectors.nvml")
 FLOPWATCH_OTLP_PUSHES_TOTAL = counter("flopwatch_otlp_pushes_total",
-    "Pushes from training processes, by outcome: accepted, partial (some points refused), foreign_gpu (claims a GPU of "
-    "another host). Refused as a whole: stale_process, invalid, limit, conflict, malformed, too_large, unauthorized, "
-    "unsupported_type.", ("outcome",), "flopwatch.node.telemetry.ranks")
+    "Pushes from training processes, by outcome: accepted, partial (some points refused), foreign_gpu (claims a GPU "
+    "that this host does not have). Refused as a whole: stale_process, invalid, limit, conflict, malformed, "
+    "too_large, unauthorized, unsupported_type.", ("outcome",), "flopwatch.node.telemetry.ranks")
 FLOPWATCH_LEDGER_RECORDS_SENT_TOTAL = counter("flopwatch_ledger_records_sent_total",
     "Records that the exporter sent to the ledger, by outcome: sent, failed (will be sent again), refused.",
     ("outcome",), "flopwatch.node.telemetry.ledger_client")

@@ -246,15 +246,12 @@ def _ledger(settings: ExporterSettings, registry: CollectorRegistry) -> Embedded
     )
 
 
-def _known_gpus(inventory: Path, runtime: Path) -> dict[str, str] | None:
-    """Return the GPU's UUID by its own UUID and by those of its MIG slices, or None if this host never had a GPU.
-
-    Missing GPUs are included.
-    """
+def _known_gpus(inventory: Path, runtime: Path) -> dict[str, str]:
+    """Return the GPU's UUID by its own UUID and by those of its MIG slices. Missing GPUs are included."""
     known = {part["uuid"]: part["uuid"] for part in read_inventory(inventory, m.GPU_INFO).values()}
     for uuid, about in StateFile(runtime).load().items() if known else ():
         slices = about.get("mig") if isinstance(about, dict) else None
         for part in slices if isinstance(slices, list) and uuid in known else ():
             if isinstance(part, dict):
                 known[str(part.get("uuid"))] = uuid
-    return known or None
+    return known
