@@ -17,7 +17,7 @@ NODE := $(shell command -v npm >/dev/null && node -e 'process.exit(process.versi
 	2>/dev/null && echo $(PAGE))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test test-all durations lint generate docs viewer screenshots audit bench soak fuzz scale simulate mutations versions clean
+.PHONY: help demo check test test-all durations lint generate docs viewer screenshots audit bench card soak fuzz scale simulate mutations versions clean
 .NOTPARALLEL:
 
 help:  ## list the targets
@@ -57,6 +57,9 @@ viewer: $(PAGE)  ## the page of `flopwatch boards`; needs Node 20 or newer
 
 screenshots: $(VENV)/.dev $(PAGE)  ## every dashboard of a simulated cluster in a browser, as pictures in screenshots/
 	@$(BIN)/python -m demo.screenshots screenshots
+
+card: $(VENV)/.dev  ## check flopwatch on this machine's NVIDIA GPUs: PASS, FAIL or INFO per line, at most 10 minutes, or SECONDS
+	@$(BIN)/python -m bench.card $(if $(SECONDS),--seconds $(SECONDS))
 
 bench: $(VENV)/.dev  ## compare flopwatch with its peers
 	@for file in $(filter-out bench/soak.py bench/rules.py,$(wildcard bench/*.py)); do echo "$$file"; $(BIN)/python $$file || exit; done
