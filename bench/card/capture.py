@@ -14,7 +14,7 @@ from bench.card.machine import Gpu, Machine
 from bench.card.report import Report, shortened
 from flopwatch.node.capture import capture
 from flopwatch.node.capture.recorder import arranged, dumps
-from flopwatch.simulate.replay import Replay
+from simulator.nvml_replay import Replay
 
 READS, PAUSE = 3, 10.0  # seldom fields are read again after 9 s
 ADDED = ("fields", "metrics")  # parts of a recording without identities

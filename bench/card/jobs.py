@@ -118,7 +118,7 @@ def two_ranks_in_name(backend: str = "fake") -> Iterator[None]:
         import torch.testing._internal.distributed.fake_pg  # registers the backend
     except ImportError as error:
         raise Unavailable(f"torch {torch.__version__} has no process group without peers: {error}") from error
-    dist.init_process_group(backend, rank=0, world_size=2, store=dist.HashStore())
+    dist.init_process_group(backend, rank=0, world_size=2, store=dist.HashStore())  # type: ignore[attr-defined]
     try:
         yield
     finally:
@@ -138,13 +138,13 @@ class Delays:
         began, ended = self._event(), self._event()
         began.record()
         if self.cycles:
-            torch.cuda._sleep(self.cycles)
+            torch.cuda._sleep(self.cycles)  # type: ignore[no-untyped-call]
         ended.record()
         self.events.append((began, ended))
 
     def seconds(self) -> float:
         """Return the sum of all delays so far, which the device must have reached, and forget them."""
-        total = sum(began.elapsed_time(ended) for began, ended in self.events) / 1e3
+        total: float = sum(began.elapsed_time(ended) for began, ended in self.events) / 1e3
         self.events.clear()
         return total
 

@@ -10,9 +10,10 @@ from typing import Any
 
 from bench.card.machine import COPY, Gpu, Machine, Work
 from flopwatch.node.scrape.reader import Spec
-from flopwatch.simulate import SimulatedNode, h100
+from flopwatch.simulate import h100
 from flopwatch.simulate.folder import NodeFolder
 from flopwatch.simulate.pynvml import ACTIVITIES, TENSOR_ACTIVITIES, Simulation
+from simulator.host import SimulatedNode
 
 SHARES = ACTIVITIES | TENSOR_ACTIVITIES
 

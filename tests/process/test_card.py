@@ -12,7 +12,8 @@ import pytest
 
 from bench.card.plan import SECTIONS
 from flopwatch.node.collectors.nvml import Nvml
-from flopwatch.simulate import SimulatedNode, replay
+from simulator import nvml_replay as replay
+from simulator.host import SimulatedNode
 from tests.support import ROOT, TESTS
 
 

@@ -26,9 +26,9 @@ from flopwatch.node.collectors.nvml import Nvml
 from flopwatch.node.scrape.exposition import Exposition
 from flopwatch.settings import SettingsError
 from flopwatch.simulate.pynvml import Simulation
+from simulator import nvml_replay as replay
 from simulator.host import SimulatedNode
-from tests.support import nvml_replay as replay
-from tests.support.nvml_replay import Replay
+from simulator.nvml_replay import Replay
 
 START = 1_700_000_000.0
 

@@ -17,9 +17,9 @@ from flopwatch.catalogue import Sample
 from flopwatch.node.collectors.infiniband import Infiniband
 from flopwatch.node.collectors.nvml import Nvml
 from flopwatch.node.scrape.exposition import Exposition
+from simulator import nvml_replay as replay
 from tests.captures.convert import SOURCES, convert
 from tests.support import TESTS
-from tests.support import nvml_replay as replay
 
 HERE = TESTS
 CAPTURES, GOLDEN = HERE / "captures", HERE / "golden"

@@ -13,8 +13,8 @@ from flopwatch.node.collectors import StateFile
 from flopwatch.node.collectors.nvml import Nvml
 from flopwatch.node.health import driver_lines
 from flopwatch.node.health.nvml_answers import RecordedNvml
-from flopwatch.simulate import SimulatedNode
 from flopwatch.simulate.pynvml import Simulation
+from simulator.host import SimulatedNode
 
 Doctor = Callable[[], tuple[list[str], list[str]]]
 

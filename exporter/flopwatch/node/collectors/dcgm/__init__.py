@@ -108,7 +108,7 @@ class _Watched:
 class Dcgm:
     """Collector of the host engine at `address`. `load` opens libdcgm, and `gpus` is the inventory file of GPUs.
 
-    `ids` are the profiling fields to sample, if the GPU counts them in one pass.
+    `ids` are the profiling fields to sample, by default all, if the GPU counts them in one pass.
     """
 
     name = "dcgm"
@@ -119,9 +119,10 @@ class Dcgm:
         gpus: Path,
         load: Callable[[], Library],
         clock: Callable[[], float] = time.monotonic,
-        ids: Collection[int] = tuple(each.id for each in fields.PROFILING),
+        ids: Collection[int] | None = None,
     ) -> None:
-        self._address, self._gpus, self._fields = address, gpus, ids
+        self._address, self._gpus = address, gpus
+        self._fields = [row.id for row in fields.PROFILING] if ids is None else ids
         self._load, self._clock = load, clock
         self._engine: Library | None = None
         self._session: Session | None = None
