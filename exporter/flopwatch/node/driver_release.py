@@ -6,7 +6,6 @@ Unix time, or 0 to end a release early. The exporter closes its handles and conf
 """
 
 import logging
-import re
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ from typing import Protocol
 
 from flopwatch import catalogue as m
 from flopwatch.catalogue import Sample
+from flopwatch.node import maintenance
 from flopwatch.node.collectors import replace_file
 
 log = logging.getLogger(__name__)
@@ -24,9 +24,6 @@ REQUEST, CONFIRMATION = "release", "released"
 BY_SIGNAL = 600.0  # seconds of a release that SIGUSR1 requests
 MAX_DURATION = 86400.0  # seconds of the longest release: a forgotten one must end
 CONFIRMATION_TIMEOUT = 15.0  # seconds, in which handles can be closed even if a driver call hangs
-
-_DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)([smh])")
-_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 class Driver(Protocol):
@@ -41,19 +38,13 @@ class Driver(Protocol):
 
 def duration(text: str) -> float | None:
     """Return the seconds in `90s`, `10m`, `1.5h` or `0`, and None for other texts."""
-    match = _DURATION.fullmatch(text)
-    if match is None:
-        return 0.0 if text == "0" else None
-    return float(match[1]) * _UNITS[match[2]]
+    return 0.0 if text == "0" else maintenance.duration(text)
 
 
 def end(text: str, written: float) -> float | None:
     """Return the Unix time of the end in a request, at most MAX_DURATION after `written`. None if `text` is invalid."""
-    seconds = duration(text)
-    if seconds is None:
-        # Ten digits: a Unix time of this century, not any number.
-        seconds = float(text) - written if re.fullmatch(r"[0-9]{10}(\.[0-9]+)?", text) else None
-    return None if seconds is None else written + min(seconds, MAX_DURATION)
+    until = written if text == "0" else maintenance.end(text, written)
+    return None if until is None else min(until, written + MAX_DURATION)
 
 
 class Release:

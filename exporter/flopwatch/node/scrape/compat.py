@@ -159,7 +159,8 @@ class Compatibility:
                     type = "unknown" if openmetrics and alias.type == "counter" else alias.type
                     lines += [f"# HELP {name} From {alias.row}, in {unit}.", f"# TYPE {name} {type}"]
                 for part, number in numbers:
-                    lines += _lines(name, generations, part, UNITS[unit](number), _about(alias, part, xids))
+                    about = zip(("err_code", "err_msg"), xids[part.gpu[1]], strict=True) if alias.how == "xid" else ()
+                    lines += _lines(name, generations, part, UNITS[unit](number), dict(about))
         return "\n".join([*lines, ""])
 
     def _names(self, alias: Alias) -> Iterator[tuple[str, str, tuple[str, ...]]]:
@@ -239,13 +240,6 @@ def _last_xids(samples: Sequence[Sample]) -> dict[str, tuple[str, str]]:
         elif row is m.GPU_XID_INFO:
             names[labels[0]] = labels[1]
     return {uuid: (xid, names.get(xid, "Unknown Error")) for uuid, (_, xid) in last.items()}
-
-
-def _about(alias: Alias, part: GpuPart, xids: dict[str, tuple[str, str]]) -> dict[str, str]:
-    if alias.how != "xid":
-        return {}
-    code, meaning = xids[part.gpu[1]]
-    return {"err_code": code, "err_msg": meaning}
 
 
 def _lines(

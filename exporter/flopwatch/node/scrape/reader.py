@@ -289,16 +289,9 @@ class _Child:
             samples = [(row, labels, number) for (row, labels), number in keyed]
         kind = answer.get("kind", "")
         supported = kind != "unsupported"
-        reading = Reading(
-            samples,
-            not kind,
-            answer.get("reason", ""),
-            supported,
-            answer["duration"],
-            answer["at"],
-            max(0.0, time.monotonic() - answer["ended"]),
-            kind if supported else "",
-        )
+        reason, took, at = answer.get("reason", ""), answer["duration"], answer["at"]
+        age = max(0.0, time.monotonic() - answer["ended"])
+        reading = Reading(samples, not kind, reason, supported, took, at, age, kind if supported else "")
         return _Answer(reading, answer["resident"], answer.get("last", False))
 
     def dismiss(self) -> None:
@@ -372,8 +365,8 @@ def hardware(settings: ExporterSettings, sources: HostSources) -> list[Reader]:
     """Return one reader per source of hardware. The first, `nvml`, finds the GPUs that the others refer to."""
     state, sysfs = str(sources.state), str(sources.sysfs)
     gpus, runtime, ports = f"{state}/gpus.json", f"{state}/gpu_runtime.json", f"{state}/port_history.json"
-    host, topology, jobs = settings.host, settings.topology, str(settings.job_mapping or "")
-    kubelet, proc = sources.kubelet, str(sources.proc)
+    host, jobs = settings.host, str(settings.job_mapping or "")
+    owners: dict[str, Any] = {"kubelet": sources.kubelet, "job_mapping": jobs, "topology": settings.topology}
 
     def reader(
         name: str, spec: Spec | None = None, driver: bool = False, secondary: bool = False, **more: str
@@ -386,16 +379,7 @@ def hardware(settings: ExporterSettings, sources: HostSources) -> list[Reader]:
         reader("nvml", sources.nvml, True, host=host, inventory=gpus, runtime=runtime, sysfs=sysfs),
         reader("infiniband", host=host, inventory=f"{state}/ports.json", sysfs=sysfs, gpus=gpus, state=ports),
         reader("xid", sources.xid, True, kmsg=sources.kmsg, gpus=gpus, state=f"{state}/xid.json", nvml="events"),
-        reader(
-            "identity",
-            host=host,
-            gpus=gpus,
-            runtime=runtime,
-            kubelet=kubelet,
-            job_mapping=jobs,
-            proc=proc,
-            topology=topology,
-        ),
+        reader("identity", host=host, gpus=gpus, runtime=runtime, proc=str(sources.proc), **owners),
     ]
     if settings.dcgm:
         ids = ",".join(map(str, sorted(dcgm_fields(settings.dcgm_fields))))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import math
 from fractions import Fraction
 
@@ -198,8 +197,3 @@ def test_the_format_is_the_one_the_scraper_prefers(accept: str, answer: str) -> 
 )
 def test_gzip_is_used_only_when_asked_for(header: str, wanted: bool) -> None:
     assert gzip_accepted(header) is wanted
-
-
-@given(st.binary(max_size=300))
-def test_gzip_is_undone_by_the_standard_library(body: bytes) -> None:
-    assert gzip.decompress(exposition.gzip(body)) == body

@@ -335,14 +335,8 @@ def build(
     topology: str = "",
 ) -> Identity:
     """Return the identity collector. An empty `kubelet`, `job_mapping` or `topology` disables that source."""
-    ask, read = podresources.ask, place.read
-    return Identity(
-        host,
-        Path(gpus),
-        Path(runtime),
-        BackgroundCall(lambda: ask(Path(kubelet)), KUBELET_INTERVAL, KUBELET_HOLD) if kubelet else None,
-        Path(job_mapping) if job_mapping else None,
-        Path(proc),
-        BackgroundCall(lambda: read(topology, host), TOPOLOGY_INTERVAL, retry=TOPOLOGY_RETRY) if topology else None,
-        last=Path(gpus).with_name("gpu_owners.json"),
-    )
+    ask, read, jobs = podresources.ask, place.read, Path(job_mapping) if job_mapping else None
+    pods = BackgroundCall(lambda: ask(Path(kubelet)), KUBELET_INTERVAL, KUBELET_HOLD) if kubelet else None
+    where = BackgroundCall(lambda: read(topology, host), TOPOLOGY_INTERVAL, retry=TOPOLOGY_RETRY) if topology else None
+    last = Path(gpus).with_name("gpu_owners.json")
+    return Identity(host, Path(gpus), Path(runtime), pods, jobs, Path(proc), where, last=last)

@@ -80,11 +80,8 @@ class LastOwners:
         before = {} if last is None else last.processes
         if processes is None:
             processes = before
-        now = Last(
-            tuple(owners),
-            at,
-            {pid: before.get(pid) if started is None else started for pid, started in processes.items()},
-        )
+        since = {pid: before.get(pid) if started is None else started for pid, started in processes.items()}
+        now = Last(tuple(owners), at, since)
         self._changed = self._changed or last is None or now[::2] != last[::2]  # not for the time alone
         self.by_gpu[uuid] = now
 

@@ -9,6 +9,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -265,13 +266,9 @@ class Xid:
 def _earlier_events(stored: Any) -> Iterator[tuple[tuple[str, int], float, list[str]]]:
     """Yield ((PCI address, Xid), Unix time, sources) of an earlier process's events, without invalid entries."""
     for item in stored if isinstance(stored, list) else ():
-        if (
-            isinstance(item, list)
-            and list(map(type, item)) in ([str, int, float, list], [str, int, int, list])
-            and all(isinstance(source, str) for source in item[3])
-        ):
+        with suppress(TypeError, ValueError, OverflowError):
             pci, code, at, sources = item
-            yield (pci, code), float(at), sources
+            yield (str(pci), int(code)), float(at), [str(source) for source in sources]
 
 
 def build(kmsg: str, gpus: str, state: str, nvml: str = "", library: Any = None, strangers: str = "") -> Xid:
