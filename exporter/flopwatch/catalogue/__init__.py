@@ -15,12 +15,8 @@ from flopwatch.catalogue.gpu import *
 from flopwatch.catalogue.host import *
 from flopwatch.catalogue.infiniband import *
 from flopwatch.catalogue.nvlink import *
-from flopwatch.catalogue.row import GPU as GPU
-from flopwatch.catalogue.row import PORT as PORT
-from flopwatch.catalogue.row import RANK as RANK
-from flopwatch.catalogue.row import RUN as RUN
+from flopwatch.catalogue.row import *
 from flopwatch.catalogue.row import Metric as Metric
-from flopwatch.catalogue.row import Sample as Sample
 from flopwatch.catalogue.run import *
 from flopwatch.catalogue.training import *
 
