@@ -179,7 +179,8 @@ def main() -> None:
         added: dict[int, list[float]] = {1: [], NEVER: []}
         for pair in range(10 * options.pairs):
             for every, seconds in added.items():
-                hooked.run.recorder.measure_every = every
+                recorder = hooked.run.recorder
+                recorder.measure_every, recorder.check_at, recorder.measures_by_time = every, 0, False
                 [(before, after)] = paired(plain, hooked, numbers, (pair,), clock)
                 seconds.append(after - before)
         hooked.run.finish()

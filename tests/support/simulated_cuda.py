@@ -110,7 +110,8 @@ class SimulatedCuda:
         self.steps_out = False
 
     def moments(self, **arguments: Any) -> Moments:
-        return Moments(self, lambda: self.now, lambda what, error: self.errors.append(f"{what}: {error}"), **arguments)
+        cuda: Any = self
+        return Moments(cuda, lambda: self.now, lambda what, error: self.errors.append(f"{what}: {error}"), **arguments)
 
     def finish(self) -> None:
         """Let the host wait until all is done."""

@@ -990,8 +990,11 @@ def test_a_run_that_knows_its_flops_counts_nothing() -> None:
     with HookServer() as server:
         run = Run("knows", endpoint=server.url, flops_per_token=6e9, environ={})
         model = LanguageModel()
-        attach(run.recorder, model)
-        assert not model._forward_hooks
+        run.watch(model)
+        model(ids()).sum().backward()
+        run.step(64)
+        assert run.recorder.flops_source == "declared"
+        assert run.snapshot().points[BY_NAME["training_model_flops_total"]] == [({}, 0.0)]  # the first step has no time
         run.finish()
 
 

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from flopwatch.catalogue import BY_NAME
 from flopwatch.training import Run
 from flopwatch.training.torch import phases
+from tests.support.hook import measure_every
 from tests.support.simulated_cuda import SimulatedCuda
 
 pytestmark = pytest.mark.torch
@@ -130,7 +131,7 @@ def sleepy_optimizer(model: torch.nn.Module) -> Sgd:
 @pytest.fixture
 def run() -> Iterator[Run]:
     made = Run("tiny", clock=clock, environ={"FLOPWATCH_DISABLE": "1"})
-    made.recorder.measure_every = 1
+    measure_every(made.recorder, 1)
     yield made
     phases.attach(made.recorder).remove()
 
@@ -208,7 +209,7 @@ def test_what_was_planted_in_a_phase_is_found_in_it(run: Run, form: str) -> None
 
 def test_by_a_real_clock_phases_are_as_long_as_what_is_in_them_and_together_no_longer_than_the_step() -> None:
     real = Run("tiny", environ={"FLOPWATCH_DISABLE": "1"})
-    real.recorder.measure_every = 1
+    measure_every(real.recorder, 1)
     model = Model(lambda: time.sleep(FORWARD), lambda: time.sleep(BACKWARD))
     optimizer = Sgd(model.parameters(), lr=0.1)
     optimizer.does = lambda: time.sleep(OPTIMIZER)
@@ -244,7 +245,7 @@ def test_two_optimizers_add_up_and_one_inside_another_counts_once(run: Run) -> N
 def test_an_optimizer_whose_step_ends_the_training_step_is_in_that_step(run: Run) -> None:
     model = sleepy_model()
     ends = register_optimizer_step_post_hook(lambda *_: run.step())
-    run.recorder.measure_every = 2
+    measure_every(run.recorder, 2)
     phases.attach(run.recorder, model)
     step = train(model, sleepy_optimizer(model))
     for _ in range(9):
@@ -370,7 +371,7 @@ def test_what_a_collection_of_garbage_takes_is_a_phase(run: Run) -> None:
 
 def test_only_every_kth_step_is_measured(run: Run) -> None:
     model = Model(sleep(0.005))
-    run.recorder.measure_every = 3
+    measure_every(run.recorder, 3)
     phases.attach(run.recorder, model)
     for _ in range(12):
         train(model)()
@@ -538,7 +539,7 @@ def test_compiled_training_has_no_more_frames_breaks_or_recompilations(run: Run,
 def test_on_a_device_that_is_behind_the_phases_are_its_own() -> None:
     cuda = SimulatedCuda()
     run = Run("tiny", clock=lambda: cuda.now, environ={"FLOPWATCH_DISABLE": "1"})
-    run.recorder.measure_every = 1
+    measure_every(run.recorder, 1)
     run.recorder.mark = run.recorder.step_mark = cuda.moments().mark
     model = Model(lambda: cuda.current.work(0.1), lambda: cuda.current.work(0.2))
     optimizer = Sgd(model.parameters(), lr=0.1)
@@ -564,7 +565,7 @@ def test_on_a_device_that_is_behind_the_phases_are_its_own() -> None:
 def test_a_pause_of_the_host_is_as_long_though_the_device_is_behind() -> None:
     cuda = SimulatedCuda()
     run = Run("tiny", clock=lambda: cuda.now, environ={"FLOPWATCH_DISABLE": "1"})
-    run.recorder.measure_every = 1
+    measure_every(run.recorder, 1)
     run.recorder.mark = cuda.moments().mark
     attached = phases.attach(run.recorder)
     for _ in range(4):
@@ -584,7 +585,7 @@ def test_a_pause_of_the_host_is_as_long_though_the_device_is_behind() -> None:
 
 
 def test_a_copy_to_the_device_is_a_phase_of_measured_steps_only(run: Run) -> None:
-    run.recorder.measure_every = 2
+    measure_every(run.recorder, 2)
     phases.attach(run.recorder)
 
     def step() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support import ranks
+from tests.support.hook import measure_every
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(600)]
 
@@ -291,7 +292,8 @@ def main() -> Iterator[tuple[str, Any]]:
     yield "on_another_thread", train(Plain(), after=aside)
 
     run = Run("waits")
-    run.recorder.measuring, run.recorder.measure_every = False, 1 << 20
+    run.recorder.measuring = False
+    measure_every(run.recorder, 1 << 20)
     yield "not_this_step", train(ddp(), run=run, after=gathered)
 
     run = Run("waits")

@@ -7,7 +7,7 @@ https://docs.python.org/3/reference/import.html#the-meta-path
 
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -36,9 +36,7 @@ class _Finder(MetaPathFinder):
     def __init__(self) -> None:
         self.waiting: dict[str, list[Callable[[], None]]] = {}
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, fullname: str, path: object, target: object = None) -> ModuleSpec | None:
         """Return another finder's spec for a module in `waiting`, with a loader that runs the callbacks, else None."""
         if fullname not in self.waiting:
             return None

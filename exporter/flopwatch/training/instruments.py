@@ -92,13 +92,13 @@ class Instruments:
         """Measure the phases of optimizers and of a model. The first call adds compilation, memory and collectives."""
         if "torch" not in sys.modules or self._recorder.finished:
             return
-        from flopwatch.training.torch import collectives, graphed, phases, runtime
+        from flopwatch.training.torch import graphed, phases, runtime
 
         if model is not None or not self._general:
             measured = phases.attach(self._recorder, model)
             if not self._general:
                 self._general = (measured, runtime.attach(self._recorder), graphed.attach(self._recorder))
-                collectives.watch(self._recorder)
+                runtime.watch_collectives(self._recorder)
 
     def watch(self, model: object) -> None:
         """Measure a model's waits for other ranks and its phases, and count its FLOPs unless they are declared."""

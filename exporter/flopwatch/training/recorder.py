@@ -102,8 +102,8 @@ class Recorder:
         self.gauges: dict[tuple[Metric, tuple[tuple[str, str], ...]], float] = {}
         self._origin: tuple[int | None, int] | None = None  # step restored, and steps taken before that
         self.measured_every = MEASURED_EVERY  # seconds
-        self._measure_every = 1
-        self._measures_by_time = True
+        self.measure_every = 1  # N: phases and waits are measured in every N-th step, on all ranks
+        self.measures_by_time = True  # `choose_steps` sets N
 
     def begin(self) -> None:
         """Start recording."""
@@ -161,27 +161,17 @@ class Recorder:
         """Record that the checkpoint of this step is durable."""
         self.note("checkpoint", Totals.commit, step, at=0.0)
 
-    @property
-    def measure_every(self) -> int:
-        """Return N: phases and waits are measured in every N-th step, on all ranks. Assigning N fixes it."""
-        return self._measure_every
-
-    @measure_every.setter
-    def measure_every(self, steps: int) -> None:
-        self._measure_every, self.check_at = max(1, steps), 0
-        self._measures_by_time = False
-
     def choose_steps(self, step_seconds: float) -> None:
         """Set N of `measure_every` to the highest power of 2 of steps that take at most `measured_every` seconds."""
         every = 1
         while step_seconds > 0 and 2 * every * step_seconds <= self.measured_every:
             every *= 2
-        if self._measures_by_time and every != self._measure_every:
-            self._measure_every, self.check_at = every, 0
+        if self.measures_by_time and every != self.measure_every:
+            self.measure_every, self.check_at = every, 0
 
     def schedule(self, taken: int) -> None:
         """Decide after step `taken` whether to measure the next step, and at which step to decide again."""
-        every = self._measure_every
+        every = self.measure_every
         self.measuring = taken % every == 0 and not self.finished
         until = CHECK_BACKLOG
         if every > 1:

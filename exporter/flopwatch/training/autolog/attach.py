@@ -28,6 +28,7 @@ from flopwatch.training.autolog.loop import LoopState, Settings
 from flopwatch.training.autolog.models import ModelFinder
 from flopwatch.training.run import Run
 from flopwatch.training.torch.checkpoints import Checkpoints, commit_pending, install, whole
+from flopwatch.training.torch.waits import Replaced
 
 log = logging.getLogger("flopwatch")
 
@@ -44,8 +45,7 @@ class Attachment:
         self.ended_by = ""
         self._loop = loop = LoopState(settings, checkpoints, self.step_back)
         self._armed = False
-        self._replaced: list[tuple[Any, str, Any, Any]] = []
-        self._handles: list[Any] = []
+        self._handles: list[Any] = []  # of hooks, and of what was replaced
         self._loaders = Loaders(loop)
         self._models = ModelFinder(loop, self._loaders.settle)
         self._in_backward = self._in_step = self._step_is_due = False
@@ -65,9 +65,7 @@ class Attachment:
 
     def _replace(self, owner: Any, name: str, around: Callable[[Any], Any]) -> None:
         original = getattr(owner, name)
-        ours = functools.wraps(original)(around(original))
-        setattr(owner, name, ours)
-        self._replaced.append((owner, name, original, ours))
+        self._handles.append(Replaced(owner, name, functools.wraps(original)(around(original))))
 
     def _arm(self) -> None:
         """Install all other hooks when the first optimizer is made, because torch._dynamo is imported by then."""
@@ -75,7 +73,7 @@ class Attachment:
         disable: Any = torch.compiler.disable  # recursive=False still compiles the callees
         before = disable(lambda optimizer, *_: self._loop.call(self._before_step, optimizer))
         after = disable(lambda optimizer, *_: self._loop.call(self._after_step, optimizer))
-        self._handles = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
+        self._handles += [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
         for owner, name, around in (
             (torch.autograd, "backward", self._running_backward),
             (torch.optim.Optimizer, "zero_grad", self._zeroing),
@@ -89,9 +87,6 @@ class Attachment:
         """Remove all hooks, except from functions that other code has replaced since."""
         self._loop.over = True
         self._models.look_no_more()
-        for owner, name, original, ours in self._replaced:
-            if getattr(owner, name, None) is ours:
-                setattr(owner, name, original)
         for handle in self._handles:
             handle.remove()
         checkpoints, run = self._loop.checkpoints, self._loop.run

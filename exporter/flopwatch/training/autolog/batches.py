@@ -6,8 +6,10 @@ count for the next backward pass. Only DataLoader.__iter__ and its iterators' __
 """
 
 import contextlib
+import itertools
 import sys
 import threading
+import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -223,16 +225,13 @@ def _at(batch: Any, place: str) -> Any:
 def _fetches_ahead(caller: Any) -> int:
     """Return how many batches ahead Accelerate or transformers' Trainer, found from the frame `caller`, fetches."""
     ahead = 0
-    for _ in range(MAX_FRAMES):
-        if caller is None:
-            break
-        name = caller.f_globals.get("__name__", "")
+    for frame, _ in itertools.islice(traceback.walk_stack(caller), MAX_FRAMES):
+        name = frame.f_globals.get("__name__", "")
         if name == "accelerate.data_loader":
             ahead = 1
-        elif name == "transformers.trainer" and caller.f_code.co_name == "get_batch_samples":
-            several = caller.f_locals.get("num_batches")
+        elif name == "transformers.trainer" and frame.f_code.co_name == "get_batch_samples":
+            several = frame.f_locals.get("num_batches")
             return ahead + (several - 1 if isinstance(several, int) and several > 0 else 0)
         elif not name.startswith(("flopwatch.", "torch.")):
             break
-        caller = caller.f_back
     return ahead

@@ -14,8 +14,7 @@ import random
 import sys
 import traceback
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator, Mapping
 from fractions import Fraction
 from math import prod
 from typing import Any
@@ -23,16 +22,17 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from flopwatch.training.context_managers import Activity
-from flopwatch.training.flop_counter.attention import Attention
 from flopwatch.training.flop_counter.fake_model import FakeModels, cut_parameters
-from flopwatch.training.flop_counter.operators import Counter
+from flopwatch.training.flop_counter.operators import Attention, Counter
 from flopwatch.training.flop_counter.results import Counted, Uncountable
 from flopwatch.training.recorder import Recorder
 from flopwatch.training.torch.outputs import tensors
+from flopwatch.training.torch.waits import Replaced
 
-__all__ = ["Attached", "Counted", "Uncountable", "attach", "count"]
+__all__ = ["Counted", "Uncountable", "attach", "count"]
 
 SAMPLE = 16  # parameters inspected in each pass, because inspecting all of a large model would take too long
 MAX_SHAPES = 32  # batch shapes that are counted one by one
@@ -107,21 +107,12 @@ def _run(
     return ids.numel() if isinstance(ids, torch.Tensor) and not ids.dtype.is_floating_point else None
 
 
-@dataclass(frozen=True, slots=True)
-class Attached:
-    """Handle whose `remove()` ends the counting of one model's passes."""
-
-    remove: Callable[[], None]
-
-
-def attach(recorder: Recorder, model: torch.nn.Module) -> Attached:
+def attach(recorder: Recorder, model: torch.nn.Module) -> RemovableHandle | Replaced:
     """Count the FLOPs of a model's training passes. `model` is the module that the loop calls, wrappers included."""
-    if recorder.has_flops:
-        return Attached(lambda: None)
     passes = _Passes(recorder, model)
     compiled = model.__dict__.get("_compiled_call_impl")
     if compiled is None:
-        return Attached(model.register_forward_hook(passes, with_kwargs=True).remove)
+        return model.register_forward_hook(passes, with_kwargs=True)
 
     # After model.compile() a forward hook would be compiled too, and never run.
     @functools.wraps(compiled)
@@ -130,15 +121,7 @@ def attach(recorder: Recorder, model: torch.nn.Module) -> Attached:
         passes(model, args, kwargs, output)
         return output
 
-    # Weak references, so that the run does not keep a deleted model alive.
-    watched, ours = weakref.ref(model), weakref.ref(call)
-
-    def remove() -> None:
-        if (alive := watched()) is not None and alive._compiled_call_impl is ours():
-            alive._compiled_call_impl = compiled
-
-    model._compiled_call_impl = call
-    return Attached(remove)
+    return Replaced(model, "_compiled_call_impl", call)
 
 
 class _Passes:
@@ -181,11 +164,9 @@ class _Passes:
         except Exception as error:
             self._recorder.failed("count", error)
 
-    def __deepcopy__(self, _: object) -> Callable[..., None]:
-        return _nothing  # in a copy of the model, such as a moving average
-
     def __reduce__(self) -> tuple[Any, ...]:
-        return _inert, ()  # in a model that is saved whole
+        # A copy or a pickle of the model gets a hook that does nothing and needs no flopwatch.
+        return getattr, (contextlib.nullcontext(), "__exit__")
 
     def _look_up(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Counted | None:
         trainable = sum([(parameter := known()) is not None and parameter.requires_grad for known in self._sample])
@@ -262,14 +243,6 @@ def _shapes(value: Any) -> Hashable:
     if isinstance(value, Mapping):
         return tuple([(name, _shapes(item)) for name, item in value.items()])
     return value if isinstance(value, (bool, str)) else None
-
-
-def _nothing(*_: object) -> None:
-    pass
-
-
-def _inert() -> Callable[..., None]:
-    return _nothing
 
 
 @contextlib.contextmanager

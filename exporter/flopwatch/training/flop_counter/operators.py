@@ -10,7 +10,9 @@ https://github.com/pytorch/pytorch/blob/main/torch/utils/flop_counter.py
 import functools
 import gc
 import inspect
+import sys
 import time
+import types
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -24,10 +26,10 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from flopwatch.training.flop_counter.frames import attention_window, autograd_function, modules_at_work
 from flopwatch.training.flop_counter.results import (
     Counted,
     OperatorFlops,
@@ -190,7 +192,7 @@ class Counter(TorchDispatchMode):
                 raise self.refuse("the forward depends on the value of a tensor")
             with _disable_current_modes():
                 return value.item()
-        function = autograd_function() if tensors and not torch.is_grad_enabled() else None
+        function = _autograd_function() if tensors and not torch.is_grad_enabled() else None
         out = self._run(func, args, kwargs, tensors)
         made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, FakeTensor)]
         self._made.extend(map(weakref.ref, made))
@@ -252,7 +254,7 @@ class Counter(TorchDispatchMode):
         if product is not None and made and made[0].numel() == product.numel():
             fake = made[0]
             fake._product = product._product
-        elif product is not None and func is aten.topk.default and len(list(modules_at_work())) > 1:
+        elif product is not None and func is aten.topk.default and len(list(_modules_at_work())) > 1:
             product._product.forward = 0
         before = next((tensor for tensor in tensors if hasattr(tensor, "_scores")), None)
         if before is None or not made or hasattr(made[0], "_scores"):
@@ -404,10 +406,10 @@ class Counter(TorchDispatchMode):
     def _twice_pairs_of_module(self, queries: int, keys: int) -> int:
         """Return twice the number of visible scores of one head, from the attention module's attributes."""
         self._refuse_packed()  # transformers finds samples by their positions and builds a mask from them
-        for module in modules_at_work():
+        for module in _modules_at_work():
             causal = getattr(module, "is_causal", None)
             if isinstance(causal, bool) and queries == keys:
-                window = attention_window(module)
+                window = _attention_window(module)
                 if not causal and window is None:
                     return 2 * queries * keys
                 if causal:
@@ -428,3 +430,55 @@ class Counter(TorchDispatchMode):
                 visible = value > HIDDEN if value.dtype != torch.bool else ~value if hides else value
             self._visible[which] = (value, visible)
         return self._visible[which][1]
+
+
+class Attention(TorchFunctionMode):
+    """Mode of PyTorch that reports each call of scaled_dot_product_attention to the counter, and hides its kernels."""
+
+    def __init__(self, counter: Counter) -> None:
+        super().__init__()
+        self._counter = counter
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not torch.nn.functional.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        counter = self._counter
+        given = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False)) | kwargs
+        tensors = {name: counter.fake(value) for name, value in given.items() if isinstance(value, torch.Tensor)}
+        operands = (tensors["query"], tensors["key"], tensors["value"], tensors.get("attn_mask"))
+        function = _autograd_function() if not torch.is_grad_enabled() else None
+        counter.attention(*operands, bool(given.get("is_causal")), function)
+        counter.paused += 1
+        try:
+            return func(*args, **kwargs)
+        finally:
+            counter.paused -= 1
+
+
+def _frames() -> Iterator[types.FrameType]:
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") != f"{__package__}.count":
+        yield frame
+        frame = frame.f_back
+
+
+def _autograd_function() -> type | None:
+    """Return the autograd.Function whose forward is running, else None."""
+    apply = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+    return next((frame.f_locals["cls"] for frame in _frames() if frame.f_code is apply), None)
+
+
+def _attention_window(module: Any) -> int | None:
+    """Return how many keys a query of a transformers attention module sees, its own included. None without a window."""
+    config = getattr(module, "config", None)
+    window: int | None = getattr(module, "sliding_window", getattr(config, "sliding_window", None))
+    if not hasattr(module, "sliding_window") and getattr(config, "layer_types", None):
+        return window if config.layer_types[module.layer_idx] == "sliding_attention" else None  # type: ignore[union-attr]
+    return window
+
+
+def _modules_at_work() -> Iterator[torch.nn.Module]:
+    """Return an iterator of the modules whose forward is running, the innermost first."""
+    call = torch.nn.Module._call_impl.__code__
+    return (frame.f_locals["self"] for frame in _frames() if frame.f_code is call)

@@ -9,8 +9,8 @@ import functools
 import logging
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Mapping
-from types import FrameType
 from typing import Any
 
 from flopwatch.training import Run
@@ -92,13 +92,8 @@ class Handler(common.ReporterMixin, logging.Handler):
 
 def _trainer() -> Any:
     """Return the trainer among the callers' `self`, None if there is none."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        if hasattr(owner, "metrics_processor") and hasattr(owner, "parallel_dims"):
-            return owner
-        frame = frame.f_back
-    return None
+    owners = (frame.f_locals.get("self") for frame, _ in traceback.walk_stack(sys._getframe()))
+    return next((one for one in owners if hasattr(one, "metrics_processor") and hasattr(one, "parallel_dims")), None)
 
 
 def _facts(trainer: Any) -> dict[str, Any]:

@@ -12,9 +12,9 @@ import stat
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import FrameType
 
 log = logging.getLogger("flopwatch")
 
@@ -97,10 +97,5 @@ def _stacks() -> Iterator[str]:
     for ident, frame in sys._current_frames().items():
         thread = threads.get(ident)
         yield f"\nthread {ident}" if thread is None else f"\nthread {thread.name} ({thread.native_id})"
-        outwards: list[str] = []
-        at: FrameType | None = frame
-        while at is not None:
-            code = at.f_code
-            outwards.append(f'  File "{code.co_filename}", line {at.f_lineno}, in {code.co_name}')
-            at = at.f_back
-        yield from reversed(outwards)
+        for at, line in reversed(list(traceback.walk_stack(frame))):
+            yield f'  File "{at.f_code.co_filename}", line {line}, in {at.f_code.co_name}'

@@ -7,6 +7,7 @@ still moves. Its line is therefore the innermost one that it did not leave for 3
 import sys
 import sysconfig
 import threading
+import traceback
 from collections import deque
 from pathlib import Path
 from types import FrameType
@@ -69,12 +70,8 @@ def _shared(*looks: list[_Line]) -> list[_Line]:
 
 
 def _lines(frame: FrameType) -> list[_Line]:
-    frames: deque[FrameType] = deque(maxlen=MAX_DEPTH)
-    at: FrameType | None = frame
-    while at is not None:
-        frames.append(at)
-        at = at.f_back
-    return [(at.f_code.co_filename, at.f_code.co_name, at.f_lineno or 0) for at in reversed(frames)]
+    frames = deque(traceback.walk_stack(frame), MAX_DEPTH)
+    return [(at.f_code.co_filename, at.f_code.co_name, line or 0) for at, line in reversed(frames)]
 
 
 def _text(lines: list[_Line]) -> str | None:

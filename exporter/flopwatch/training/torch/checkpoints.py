@@ -10,17 +10,22 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch
 
 from flopwatch.training.context_managers import Activity, Background, commit_when_done
 from flopwatch.training.import_hook import when_imported
 from flopwatch.training.recorder import Recorder
+from flopwatch.training.torch.waits import Replaced
 
 # Keys of a loaded checkpoint that may hold the number of completed steps.
 STEP_KEYS = ("step", "global_step", "iteration")
+
+_R = TypeVar("_R")
+_End = Callable[[bool], None]
 
 _SAVERS = "torch.distributed.checkpoint.state_dict_saver"
 _LOADERS = "torch.distributed.checkpoint.state_dict_loader"
@@ -34,7 +39,7 @@ class Checkpoints:
         self._step_from = step_from
         self.recorder: Recorder | None = None
         self._inside = threading.local()
-        self._replaced: list[tuple[Any, str, Any, Any]] = []
+        self._replaced: list[Replaced] = []
         self.installed = False
         self._pending: int | None = None  # step of saved files that may not be complete
         self._committing = threading.Lock()  # of _pending
@@ -63,10 +68,8 @@ class Checkpoints:
 
     def uninstall(self) -> None:
         """Restore the replaced functions, except those that other code has replaced since."""
-        for owner, name, original, ours in self._replaced:
-            if getattr(owner, name, None) is ours:
-                setattr(owner, name, original)
-        self._replaced.clear()
+        while self._replaced:
+            self._replaced.pop().remove()
         self.installed, self.recorder = False, None
 
     def report_to(self, recorder: Recorder) -> None:
@@ -106,43 +109,124 @@ class Checkpoints:
         ours = functools.wraps(original)(around(original))
         for owner in owners:
             if getattr(owner, name, None) is original:
-                setattr(owner, name, ours)
-                self._replaced.append((owner, name, original, ours))
+                self._replaced.append(Replaced(owner, name, ours))
 
     def _saving(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
-            with _Saving(self, obj, f):
+            with self._around(self._save_begins, obj, f):
                 return original(obj, f, *args, **kwargs)
 
         return save
 
     def _saving_all(self, original: Callable[..., Any], later: bool = False) -> Callable[..., Any]:
         def save(*args: Any, **kwargs: Any) -> Any:
-            with _SavingAll(self, later) as saving:
-                response = original(*args, **kwargs)
-            if later:
-                saving.goes_on(response)
-            return response
+            response: list[Any] = []
+            with self._around(self._save_all_begins, response, later):
+                response.append(original(*args, **kwargs))
+            return response[0]
 
         return save
 
     def _loading(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def load(f: Any, *args: Any, **kwargs: Any) -> Any:
-            with _Loading(self, _is_file(f)) as loading:
-                loaded = original(f, *args, **kwargs)
-            loading.see(loaded)
-            return loaded
+            loaded: list[Any] = []
+            with self._around(self._load_begins, _is_file(f), loaded):
+                loaded.append(original(f, *args, **kwargs))
+            return loaded[0]
 
         return load
 
     def _loading_all(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def load(state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-            with _Loading(self, True) as loading:
-                nothing = original(state_dict, *args, **kwargs)
-            loading.see(state_dict)
-            return nothing
+            with self._around(self._load_begins, True, [state_dict]):  # which the call fills
+                return original(state_dict, *args, **kwargs)
 
         return load
+
+    @contextmanager
+    def _around(self, begin: Callable[..., _End | None], *arguments: Any) -> Iterator[None]:
+        """Call `begin` before a save or load, and the function that it returns after it. Errors of both are reported.
+
+        That function receives whether the save or load succeeded.
+        """
+        end = self._reported(begin, *arguments)
+        self._inside.depth = getattr(self._inside, "depth", 0) + 1
+        succeeded = False
+        try:
+            yield
+            succeeded = True
+        finally:
+            self._inside.depth -= 1
+            if end is not None:
+                self._reported(end, succeeded)
+
+    def _reported(self, function: Callable[..., _R], *arguments: Any) -> _R | None:
+        try:
+            return function(*arguments)
+        except Exception as error:
+            if self.recorder is not None:
+                self.recorder.failed("checkpoint", error)
+            return None
+
+    def _save_begins(self, state: object, file: object) -> _End | None:
+        is_checkpoint = isinstance(state, (Mapping, torch.nn.Module)) and _is_file(file)
+        if not is_checkpoint or (recorder := self._active_recorder()) is None:
+            return None
+        context: Activity | Background
+        if later := self._is_loop():
+            # The file may be complete only after this call, for example after a rename, so it is committed later.
+            step, context = recorder.position, Activity(recorder, "checkpoint_save")
+        else:
+            # The loop went on since the state was copied, so only the state itself has the step.
+            step, context = self.step_of(state), Background(recorder)
+        context.__enter__()
+
+        def end(succeeded: bool) -> None:
+            context.__exit__(None, None, None)
+            if succeeded and step is not None:
+                if later:
+                    with self._committing:
+                        self._pending = step
+                else:
+                    recorder.committed(step)
+
+        return end
+
+    def _save_all_begins(self, response: list[Any], later: bool) -> _End | None:
+        # On another thread this is the rest of an async_save, whose end the future reports.
+        if not self._is_loop() or (recorder := self._active_recorder()) is None:
+            return None
+        step, activity = recorder.position, Activity(recorder, "checkpoint_save")
+        activity.__enter__()
+
+        def end(succeeded: bool) -> None:
+            activity.__exit__()
+            if succeeded and later:
+                commit_when_done(recorder, getattr(response[0], "upload_completion", response[0]), step)
+            elif succeeded and step is not None:
+                recorder.committed(step)
+
+        return end
+
+    def _load_begins(self, is_file: bool, loaded: list[Any]) -> _End | None:
+        recorder, began = self.recorder, self.clock()
+        if not is_file or self.fetching or self.inside_another() or not self._is_loop():
+            return None
+        if recorder is not None and (recorder.steps_taken or not recorder.alive):
+            return None
+        activity = None if recorder is None else Activity(recorder, "checkpoint_restore")
+        if activity is not None:
+            activity.__enter__()
+
+        def end(succeeded: bool) -> None:
+            if activity is not None:
+                activity.__exit__()
+            else:
+                self.before.append(("checkpoint_restore", began, self.clock()))
+            if succeeded and (step := self.step_of(loaded[0])) is not None:
+                self.loaded_step = step
+
+        return end
 
     def _active_recorder(self) -> Recorder | None:
         """Return the recorder for a save that begins on this thread. None inside another save or load."""
@@ -157,10 +241,6 @@ class Checkpoints:
         loop = None if self.recorder is None else self.recorder.totals.loop_thread
         return loop in (None, threading.get_ident())
 
-    def _failed(self, error: Exception) -> None:
-        if self.recorder is not None:
-            self.recorder.failed("checkpoint", error)
-
     def step_of(self, state: object) -> int | None:
         """Return the step stored in a checkpoint, None without one."""
         if not isinstance(state, Mapping):
@@ -171,131 +251,6 @@ class Checkpoints:
                 value = value.get(key) if isinstance(value, Mapping) else None
             return whole(value)
         return next((step for key in STEP_KEYS if (step := whole(state.get(key))) is not None), None)
-
-
-class _Around:
-    """Base of context managers around a call that saves or loads. Their errors are reported and not raised."""
-
-    def __init__(self, checkpoints: Checkpoints) -> None:
-        self._checkpoints = checkpoints
-
-    def __enter__(self) -> Any:
-        inside = self._checkpoints._inside
-        try:
-            self._begin()
-        except Exception as error:
-            self._checkpoints._failed(error)
-        inside.depth = getattr(inside, "depth", 0) + 1
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._checkpoints._inside.depth -= 1
-        try:
-            self._end(kind is None)
-        except Exception as error:
-            self._checkpoints._failed(error)
-
-    def _begin(self) -> None:
-        """Handle the begin of the call."""
-
-    def _end(self, fine: bool) -> None:
-        """Handle the end of the call. `fine` is False after an exception."""
-
-
-class _Saving(_Around):
-    def __init__(self, checkpoints: Checkpoints, obj: object, file: object) -> None:
-        super().__init__(checkpoints)
-        self._obj, self._file = obj, file
-        self._recorder: Recorder | None = None
-        self._context: Any = None
-
-    def _begin(self) -> None:
-        checkpoints, state = self._checkpoints, self._obj
-        if not isinstance(state, (Mapping, torch.nn.Module)) or not _is_file(self._file):
-            return
-        if (recorder := checkpoints._active_recorder()) is None:
-            return
-        self._recorder = recorder
-        if checkpoints._is_loop():
-            # The file may be complete only after this call, for example after a rename, so it is committed later.
-            self._step, self._context = recorder.position, Activity(recorder, "checkpoint_save")
-        else:
-            # The loop went on since the state was copied, so only the state itself has the step.
-            self._step, self._context = checkpoints.step_of(state), Background(recorder)
-        self._later = checkpoints._is_loop()
-        self._context.__enter__()
-
-    def _end(self, fine: bool) -> None:
-        recorder = self._recorder
-        if recorder is None:
-            return
-        self._context.__exit__(None, None, None)
-        if fine and self._step is not None:
-            if self._later:
-                with self._checkpoints._committing:
-                    self._checkpoints._pending = self._step
-            else:
-                recorder.committed(self._step)
-
-
-class _SavingAll(_Around):
-    def __init__(self, checkpoints: Checkpoints, later: bool = False) -> None:
-        super().__init__(checkpoints)
-        self._recorder: Recorder | None = None
-        self._later = later
-
-    def _begin(self) -> None:
-        checkpoints = self._checkpoints
-        # On another thread this is the rest of an async_save, whose end the future reports.
-        if checkpoints._is_loop() and (recorder := checkpoints._active_recorder()) is not None:
-            self._recorder, self._step = recorder, recorder.position
-            self._activity = Activity(recorder, "checkpoint_save")
-            self._activity.__enter__()
-
-    def _end(self, fine: bool) -> None:
-        if self._recorder is None:
-            return
-        self._activity.__exit__(None, None, None)
-        if fine and not self._later and self._step is not None:
-            self._recorder.committed(self._step)
-
-    def goes_on(self, response: Any) -> None:
-        """Record the checkpoint as durable once the future in async_save's `response` is done without an error."""
-        if self._recorder is not None:
-            commit_when_done(self._recorder, getattr(response, "upload_completion", response), self._step)
-
-
-class _Loading(_Around):
-    def __init__(self, checkpoints: Checkpoints, is_file: bool) -> None:
-        super().__init__(checkpoints)
-        self._is_file = is_file
-        self._restores = False
-        self._activity: Any = None
-        self._began = 0.0
-
-    def _begin(self) -> None:
-        checkpoints, recorder = self._checkpoints, self._checkpoints.recorder
-        if not self._is_file or checkpoints.fetching or checkpoints.inside_another() or not checkpoints._is_loop():
-            return
-        if recorder is not None and (recorder.steps_taken or not recorder.alive):
-            return
-        self._restores, self._began = True, checkpoints.clock()
-        if recorder is not None:
-            self._activity = Activity(recorder, "checkpoint_restore")
-            self._activity.__enter__()
-
-    def _end(self, fine: bool) -> None:
-        if self._activity is not None:
-            self._activity.__exit__(None, None, None)
-        elif self._restores:
-            self._checkpoints.before.append(("checkpoint_restore", self._began, self._checkpoints.clock()))
-
-    def see(self, loaded: object) -> None:
-        try:
-            if self._restores and (step := self._checkpoints.step_of(loaded)) is not None:
-                self._checkpoints.loaded_step = step
-        except Exception as error:
-            self._checkpoints._failed(error)
 
 
 _checkpoints: Checkpoints | None = None

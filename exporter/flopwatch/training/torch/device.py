@@ -17,7 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 import torch
@@ -49,33 +49,12 @@ class TimingEvent(Protocol):
         """Return the milliseconds from this event to `end_event`, both reached."""
 
 
-class Cuda(Protocol):
-    """CUDA functions that this module uses, of torch or of a simulated device."""
-
-    def capturing(self) -> bool:
-        """Return whether this thread's current stream is being captured into a graph."""
-
-    def key(self) -> tuple[int, int]:
-        """Return the device's index and a number for this thread's current stream."""
-
-    def stream(self) -> Any:
-        """Return this thread's current stream, on which events are recorded."""
-
-    def in_use(self, device_index: int) -> bool:
-        """Return whether this process has a context on that device."""
-
-    def event(self) -> TimingEvent:
-        """Return a new event with timing enabled."""
-
-    def asking(self, device_index: int) -> AbstractContextManager[None]:
-        """Return a context manager in which this thread may query events of a device during any graph capture."""
-
-
 class TorchCuda:
     """CUDA through torch and libcuda, `driver`. Raises OSError if libcuda is missing, AttributeError if too old."""
 
     def __init__(self, driver: Any = None) -> None:
         self._exchange = (ctypes.CDLL("libcuda.so.1") if driver is None else driver).cuThreadExchangeStreamCaptureMode
+        # Both are about this thread's current stream.
         self.capturing: Callable[[], bool] = torch.cuda.is_current_stream_capturing
         self.stream: Callable[[], Any] = torch.cuda.current_stream
         core: Any = torch._C
@@ -137,7 +116,7 @@ class Moments:
     which no event was free, because `max_events` were in use.
     """
 
-    def __init__(self, cuda: Cuda, clock: Clock, failed: Failed, max_events: int = MAX_EVENTS) -> None:
+    def __init__(self, cuda: TorchCuda, clock: Clock, failed: Failed, max_events: int = MAX_EVENTS) -> None:
         self._cuda, self._clock, self._failed, self._max_events = cuda, clock, failed, max_events
         self._devices: dict[int, _EventPool] = {}
         self._lines: dict[tuple[int, int], _Line] = {}
@@ -215,7 +194,7 @@ class Moments:
 class _EventPool:
     """Events of one device. The time between events of two devices is undefined."""
 
-    def __init__(self, cuda: Cuda, index: int) -> None:
+    def __init__(self, cuda: TorchCuda, index: int) -> None:
         self.cuda, self.index = cuda, index
         self.free: deque[TimingEvent] = deque()
         self.events = 0  # made so far

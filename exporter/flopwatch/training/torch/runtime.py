@@ -1,4 +1,4 @@
-"""Overheads of PyTorch itself: compilation by torch.compile, and the CUDA memory allocator (docs/phases.md).
+"""Overheads of PyTorch itself: compilation by torch.compile, the CUDA memory allocator (docs/phases.md), collectives.
 
 Dynamo calls back when the first compilation begins and when the last open one ends, on any thread. Only those of the
 loop's thread and of a backward pass count as `compile`. A frame that was compiled before is a recompilation.
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch._dynamo.callback
+import torch.distributed
 
 from flopwatch import catalogue as m
 from flopwatch.training.recorder import Recorder
@@ -94,6 +95,23 @@ def attach(recorder: Recorder, memory: Callable[[], list[Mapping[str, Any]]] = c
     except Exception as error:
         recorder.failed("runtime", error)
     return runtime
+
+
+def watch_collectives(recorder: Recorder) -> None:
+    """Record before each push how many collectives this rank has started in the default process group.
+
+    Gloo and NCCL keep the number on the host and raise it as a collective starts. In a hang, the rank with the lowest
+    number has not reached the collective that the others wait in. Reading it needs no collective and no device.
+    https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html
+    """
+
+    def poll() -> None:
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            group: Any = torch.distributed.distributed_c10d._get_default_group()
+            number = group._get_sequence_number_for_group()
+            recorder.set(m.TRAINING_COLLECTIVE_SEQUENCE_NUMBER, float(number))
+
+    recorder.poll(poll)
 
 
 def _recompiles(arguments: Any) -> bool:

@@ -183,8 +183,8 @@ def _tensor_parallel(group: Any) -> bool:
     return any(parameter.sharded_param.device_mesh.ndim > group.mesh_info.mesh.ndim for parameter in group.fsdp_params)
 
 
-class _Replaced:
-    """Replaced method. `remove()` restores the original, unless other code has replaced it since."""
+class Replaced:
+    """Replaced method or function of an object, a class or a module."""
 
     def __init__(self, owner: Any, name: str, ours: Callable[..., Any]) -> None:
         # A weak reference, so that the run does not keep a deleted model alive.
@@ -193,6 +193,7 @@ class _Replaced:
         setattr(owner, name, ours)
 
     def remove(self) -> None:
+        """Restore the original, unless other code has replaced it since."""
         owner, ours = self._owner(), self._ours()
         if owner is None or ours is None or vars(owner).get(self._name) is not ours:
             return
@@ -312,7 +313,7 @@ def _watch_group(watched: Watch, group: Any) -> None:
         timed_finalize_backward,
     ):
         name = ours.__name__.removeprefix("timed_")
-        watched.handles.append(_Replaced(group, "_" + name if name == "wait_for_post_backward" else name, ours))
+        watched.handles.append(Replaced(group, "_" + name if name == "wait_for_post_backward" else name, ours))
 
 
 def _timed_wait_for_unshard(watched: Watch, group: Any, wait_for_unshard: Callable[[], None]) -> Callable[[], None]:
@@ -336,7 +337,7 @@ def _timed_wait_for_unshard(watched: Watch, group: Any, wait_for_unshard: Callab
     return timed_wait_for_unshard
 
 
-_replaced: list[_Replaced] = []
+_replaced: list[Replaced] = []
 
 
 def _watch_host(watched: Watch) -> None:
@@ -344,7 +345,7 @@ def _watch_host(watched: Watch) -> None:
     while _replaced:
         _replaced.pop().remove()
     for owner, name in ((torch.distributed.Work, "wait"), (torch.distributed._functional_collectives, "wait_tensor")):
-        _replaced.append(_Replaced(owner, name, _timed(watched, getattr(owner, name))))
+        _replaced.append(Replaced(owner, name, _timed(watched, getattr(owner, name))))
     watched.handles += _replaced
 
 
