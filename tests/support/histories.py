@@ -16,6 +16,7 @@ from flopwatch.ledger import state, views
 from flopwatch.ledger.buckets import BUCKETS
 from flopwatch.ledger.ledger import Ledger
 from flopwatch.ledger.run import RunLedger
+from flopwatch.ledger.slowdowns import shallow_dict
 
 Line = dict[str, Any]
 
@@ -257,9 +258,9 @@ def snapshot_of(run: RunLedger) -> list[Any]:
         json.dumps(
             [
                 {name: value for name, value in state.to_json(run).items() if name not in stamps_of(run)},
-                {name: node.to_json() for name, node in run.reporters.nodes.items()},
+                {name: shallow_dict(node) for name, node in run.reporters.nodes.items()},
                 list(run.history.items()),
-                [(number, incident.to_json()) for number, incident in run.incidents.by_number.items()],
+                [(number, shallow_dict(incident)) for number, incident in run.incidents.by_number.items()],
                 {host: run.incidents.evidence.to_json(host) for host in run.incidents.evidence.hosts()},
             ]
         )

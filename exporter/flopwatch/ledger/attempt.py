@@ -58,10 +58,6 @@ class ReportingNode:
         """Return the sort key for choosing the node whose time the ledger follows. The lowest rank is first."""
         return self.rank if self.rank is not None else inf
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the node's state to save in the ledger's file."""
-        return shallow_dict(self)
-
     @classmethod
     def from_json(cls, state: Mapping[str, Any]) -> ReportingNode:
         """Restore a node from its saved state, in any format of the ledger's file."""

@@ -85,13 +85,9 @@ class Incident:
             setattr(self, name, getattr(cause, name))
         self.settled, self.hosts, self.silent = True, [], {}
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the incident's state to save in the ledger's file."""
-        return shallow_dict(self)
-
     def figures(self, evidence: RunEvidence) -> dict[str, Any]:
         """Return the incident as a JSON object for the API and exports, with the cause so far if it is not settled."""
-        shown = self.to_json()
+        shown = shallow_dict(self)
         if not self.settled:
             cause = self.find_cause(evidence)
             shown |= {name: getattr(cause, name) for name in _CAUSE_FIELDS}

@@ -10,6 +10,7 @@ from flopwatch.ledger.attribution import LOSSES
 from flopwatch.ledger.incidents import Incident
 from flopwatch.ledger.reporters import OtherAttempt
 from flopwatch.ledger.run import RunLedger
+from flopwatch.ledger.slowdowns import shallow_dict
 
 # Per line an attribute of RunLedger and its saved keys, in order. `key=attribute` if the attribute has another name.
 _LAYOUT = """: tenant name
@@ -78,11 +79,11 @@ def changed_rows(run: RunLedger) -> Iterator[tuple[str, str | int, Any]]:
     """Yield (table, key, state) of each row of a run that changed since the last call. State None deletes it."""
     nodes, incidents, evidence = run.reporters.nodes, run.incidents.by_number, run.incidents.evidence
     for source in run.reporters.changed:
-        yield "sources", source, nodes[source].to_json() if source in nodes else None
+        yield "sources", source, shallow_dict(nodes[source]) if source in nodes else None
     for number in run.changed_history:
         yield "attempts", number, run.history.get(number)
     for number in run.incidents.changed:
-        yield "incidents", number, incidents[number].to_json() if number in incidents else None
+        yield "incidents", number, shallow_dict(incidents[number]) if number in incidents else None
     for host in evidence.changed:
         yield "evidence", host, evidence.to_json(host)
     for changed in (run.reporters.changed, run.changed_history, run.incidents.changed, evidence.changed):

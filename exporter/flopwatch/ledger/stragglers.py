@@ -5,7 +5,8 @@ it costs, in a window of two minutes. It is the upper median of the wait shares 
 minus its own share. docs/stragglers.md has the rules.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from heapq import nlargest
 from math import fsum
@@ -76,9 +77,9 @@ def find_straggler(
             tokens[source, wait.rank] = wait.tokens - first.tokens
     if len(shares) < 2:
         return None
-    places: dict[str, list[float]] = {}
+    places: defaultdict[str, list[float]] = defaultdict(list)
     for place, share in shares.values():
-        places.setdefault(place, []).append(share)
+        places[place].append(share)
     medians = {place: sorted(of_place)[len(of_place) // 2] for place, of_place in places.items()}  # the upper ones
     scores = {rank: medians[place] - share for rank, (place, share) in shares.items()}
     uneven = _UNEVEN * fsum(tokens.values()) / len(tokens)
@@ -88,7 +89,10 @@ def find_straggler(
         return None if slowest in excused else (f"rank {slowest[1]}", scores[slowest])
     if len(now) < 2:
         return None
-    hosts = dict(_means(scores))
+    by_host: defaultdict[str, list[float]] = defaultdict(list)
+    for (source, _), score in scores.items():
+        by_host[source].append(score)
+    hosts = {source: fsum(of_host) / len(of_host) for source, of_host in by_host.items()}
     host = _clear_highest(hosts)
     return None if host is None or any(source == host for source, _ in excused) else (f"host {host}", hosts[host])
 
@@ -97,11 +101,3 @@ def _clear_highest(scores: Mapping[_Name, float]) -> _Name | None:
     """Return the name with the highest score if the second is at most 75 % of it, else None."""
     first, second = nlargest(2, scores, key=scores.__getitem__)
     return first if scores[first] > 0 and scores[second] <= _MAX_SECOND * scores[first] else None
-
-
-def _means(scores: Mapping[SourceRank, float]) -> Iterator[tuple[str, float]]:
-    by_source: dict[str, list[float]] = {}
-    for (source, _), score in scores.items():
-        by_source.setdefault(source, []).append(score)
-    for source, of_source in by_source.items():
-        yield source, fsum(of_source) / len(of_source)
