@@ -154,41 +154,67 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     return medians[50], medians[-51]
 
 
-def main() -> None:
-    """Measure blocks of steps with and without the hook, and print the difference."""
-    parser = argparse.ArgumentParser(description="The hook's share of a training step.")
-    parser.add_argument("--pairs", type=int, default=60, help="pairs of blocks of 20 steps")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    options = parser.parse_args()
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """Measured cost of the hook: seconds of a step, ratios of pairs, and what the hook adds.
+
+    `added` has the seconds that the hook adds to steps of a tiny model, measured ones (1) and others (NEVER). One step
+    in `every` is measured. `cpu` is the share of one core that the thread that pushes takes.
+    """
+
+    step: float
+    ratios: list[float]
+    added: dict[int, list[float]]
+    every: int
+    cpu: float
+
+    @property
+    def loop(self) -> float:
+        """Return the seconds that the hook adds to a step of the loop."""
+        measured, between = (statistics.median(seconds) for seconds in self.added.values())
+        return between + (measured - between) / self.every
+
+    @property
+    def share(self) -> float:
+        """Return the share of a step that the hook takes, its own thread included."""
+        return self.loop / self.step + self.cpu
+
+
+def added_to_steps(endpoint: str, pairs: int, clock: Callable[[], float]) -> dict[int, list[float]]:
+    """Return the seconds that the hook adds to a step of a tiny model, in measured steps and in others."""
+    numbers = [(torch.rand(8), torch.rand(8)) for _ in range(BLOCK)]
+    plain, hooked = jobs(Tiny(), 1, "tiny", endpoint, flops_per_token=1.0, peak_flops=1e15)
+    assert hooked.run is not None
+    paired(plain, hooked, numbers, range(10))
+    added: dict[int, list[float]] = {1: [], NEVER: []}
+    for pair in range(10 * pairs):
+        for every, seconds in added.items():
+            hooked.run.recorder.measure_every = every
+            [(before, after)] = paired(plain, hooked, numbers, (pair,), clock)
+            seconds.append(after - before)
+    hooked.run.finish()
+    return added
+
+
+def measure(device: str, pairs: int) -> Shares:
+    """Return the cost of the hook in the training of the example's model."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    torch.set_default_device(options.device)
-    clock = time.thread_time if options.device == "cpu" else time.perf_counter
-    lm = example(options.device)
+    torch.set_default_device(device)
+    clock = time.thread_time if device == "cpu" else time.perf_counter
+    lm = example(device)
     tokens = lm.BATCH * lm.CONTEXT
     vocabulary = torch.randint(lm.VOCABULARY, (BLOCK, lm.BATCH, lm.CONTEXT + 1))
     text = [(one[:, :-1], one[:, 1:]) for one in vocabulary]
-    numbers = [(torch.rand(8), torch.rand(8)) for _ in range(BLOCK)]
     flops = lm.Transformer(
         layers=lm.LAYERS, width=lm.WIDTH, heads=lm.HEADS, mlp_width=4 * lm.WIDTH, vocabulary=lm.VOCABULARY
     ).flops_per_token(lm.CONTEXT)
     with receiver() as endpoint:
-        plain, hooked = jobs(Tiny(), 1, "tiny", endpoint, flops_per_token=1.0, peak_flops=1e15)
-        assert hooked.run is not None
-        paired(plain, hooked, numbers, range(10))
-        added: dict[int, list[float]] = {1: [], NEVER: []}
-        for pair in range(10 * options.pairs):
-            for every, seconds in added.items():
-                recorder = hooked.run.recorder
-                recorder.measure_every, recorder.check_at, recorder.measures_by_time = every, 0, False
-                [(before, after)] = paired(plain, hooked, numbers, (pair,), clock)
-                seconds.append(after - before)
-        hooked.run.finish()
-
+        added = added_to_steps(endpoint, pairs, clock)
         plain, hooked = jobs(lm.LanguageModel(), tokens, "example", endpoint, flops_per_token=flops, peak_flops=1e15)
         assert hooked.run is not None
         paired(plain, hooked, text, range(2))
-        taken = paired(plain, hooked, text, range(options.pairs))
+        taken = paired(plain, hooked, text, range(pairs))
         thread, began, steps = pusher_clock(), time.perf_counter(), []
         cpu = -thread()
         while (wall := time.perf_counter() - began) < PUSHES * INTERVAL:
@@ -196,28 +222,33 @@ def main() -> None:
         cpu += thread()
         every = hooked.run.recorder.measure_every
         hooked.run.finish()
+    return Shares(statistics.median(steps), [after / before for before, after in taken], added, every, cpu / wall)
 
-    step = statistics.median(steps)
-    ratios = [after / before for before, after in taken]
-    measured, between = (statistics.median(seconds) for seconds in added.values())
-    loop = between + (measured - between) / every
-    share = loop / step + cpu / wall
+
+def main() -> None:
+    """Measure blocks of steps with and without the hook, and print the difference."""
+    parser = argparse.ArgumentParser(description="The hook's share of a training step.")
+    parser.add_argument("--pairs", type=int, default=60, help="pairs of blocks of 20 steps")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    options = parser.parse_args()
+    found = measure(options.device, options.pairs)
+    step, cpu = found.step, found.cpu
     print(
         f"{torch.cuda.get_device_name() if options.device == 'cuda' else 'CPU, one thread'}: "
-        f"{step * 1e3:.2f} ms a step, {len(taken)} pairs of blocks of {BLOCK} steps"
+        f"{step * 1e3:.2f} ms a step, {len(found.ratios)} pairs of blocks of {BLOCK} steps"
     )
-    low, high = interval(ratios)
-    print(f"with / without the hook    {statistics.median(ratios):.4f}   (95 % interval {low:.4f} to {high:.4f})")
-    for name, seconds in zip(("in a measured step", "in a step between"), added.values(), strict=True):
+    low, high = interval(found.ratios)
+    print(f"with / without the hook    {statistics.median(found.ratios):.4f}   (95 % interval {low:.4f} to {high:.4f})")
+    for name, seconds in zip(("in a measured step", "in a step between"), found.added.values(), strict=True):
         low, high = interval(seconds)
         print(
             f"{name:27}{statistics.median(seconds) * 1e6:.1f} us   (95 % interval {low * 1e6:.1f} to {high * 1e6:.1f})"
         )
-    print(f"{f'with one in {every} measured':27}{loop * 1e6:.1f} us: {loop / step:.4%} of a step")
-    print(f"in the thread that pushes  {cpu / wall * step * 1e6:.1f} us of CPU a step: {cpu / wall:.4%} of one core")
+    print(f"{f'with one in {found.every} measured':27}{found.loop * 1e6:.1f} us: {found.loop / step:.4%} of a step")
+    print(f"in the thread that pushes  {cpu * step * 1e6:.1f} us of CPU a step: {cpu:.4%} of one core")
     print(
-        f"together                   {share:.4%} of a step; "
-        f"the goal, {GOAL:.1%}, is {'met' if share < GOAL else 'MISSED'}"
+        f"together                   {found.share:.4%} of a step; "
+        f"the goal, {GOAL:.1%}, is {'met' if found.share < GOAL else 'MISSED'}"
     )
 
 

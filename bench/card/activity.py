@@ -88,7 +88,7 @@ def section(machine: Machine, gpu: Gpu, seconds: float, report: Report) -> None:
         copying = shares(machine, gpu, seconds / 3)
     report.facts["copy"] = copying
     report.info("copy_dram", text(copying.get(10)))
-    report.info("as_nobody", as_nobody(machine, gpu))
+    report.info("unprivileged", unprivileged(machine, gpu))
 
 
 def others(machine: Machine, gpu: Gpu) -> int:
@@ -99,8 +99,8 @@ def others(machine: Machine, gpu: Gpu) -> int:
         return 0
 
 
-def as_nobody(machine: Machine, gpu: Gpu) -> str:
-    """Return the answer to a GPM sample of the user nobody, which needs root here and setpriv."""
+def unprivileged(machine: Machine, gpu: Gpu) -> str:
+    """Return the answer to a GPM sample of a user without capabilities, which needs root and setpriv."""
     if machine.simulated is not None:
         return "not asked on a simulated node"
     if os.geteuid() != 0 or (setpriv := shutil.which("setpriv")) is None:

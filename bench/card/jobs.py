@@ -18,6 +18,7 @@ from flopwatch.training import Run
 
 SILENT = {"FLOPWATCH_DISABLE": "1"}
 POLL = 0.05  # seconds between two snapshots of a polled run
+NO_SERVER, PUSH = "http://127.0.0.1:9", 0.1  # URL, and seconds between two pushes
 DELAYED = ("all_gather_single", "all_gather_into_tensor")  # names of one function, by release of torch
 
 
@@ -76,12 +77,19 @@ def device_of(device: str) -> torch.device:
     """Return the device of a section that also runs on the CPU. Raises Unavailable if CUDA is chosen and missing."""
     if device == "cuda":
         require_cuda(device)
+    else:
+        torch.set_num_threads(1)  # the model is small, and threads would wait for each other
     return torch.device(device)
 
 
 def silent(**arguments: Any) -> Run:
     """Return a run that pushes nothing."""
     return Run("card", environ=SILENT, **arguments)
+
+
+def pushing(**arguments: Any) -> Run:
+    """Return a run whose thread pushes often, to a port where no server listens. Only such a run counts FLOPs."""
+    return Run("card", environ={}, endpoint=NO_SERVER, push_interval=PUSH, **arguments)
 
 
 def value(run: Run, name: str, **labels: str) -> float:
@@ -118,7 +126,8 @@ def two_ranks_in_name(backend: str = "fake") -> Iterator[None]:
         import torch.testing._internal.distributed.fake_pg  # registers the backend
     except ImportError as error:
         raise Unavailable(f"torch {torch.__version__} has no process group without peers: {error}") from error
-    dist.init_process_group(backend, rank=0, world_size=2, store=dist.HashStore())  # type: ignore[attr-defined]
+    store: Any = getattr(dist, "HashStore")()  # noqa: B009  # not in the stubs
+    dist.init_process_group(backend, rank=0, world_size=2, store=store)
     try:
         yield
     finally:

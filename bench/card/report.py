@@ -35,7 +35,7 @@ class Line:
 
 @dataclass
 class Report:
-    """Lines of a section, each of which is also given to `written`, and the facts that they are based on."""
+    """Lines of a section and the facts behind them. Each line is also given to `written`."""
 
     section: str
     gpu: str = ""
@@ -79,7 +79,7 @@ def text(number: float | None) -> str:
 
 
 def shortened(items: Iterable[object], most: int = 12) -> str:
-    """Return items as one text, of which at most `most` are spelled out."""
+    """Return at most `most` items as one text, and the number of others."""
     every = [str(item) for item in items]
     more = f" and {len(every) - most} more" if len(every) > most else ""
     return " ".join(every[:most]) + more

@@ -1,0 +1,223 @@
+"""Sections of `make card` that train: on the CPU where they can, and their judgement of what a GPU would answer."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench.card import compute, device, graphs, identity, jobs, ranks, trainers, waits
+from bench.card.device import Sample
+from bench.card.plan import SECTIONS
+from bench.card.report import FAIL, INFO, PASS, Line, Report, run
+from tests.support import ROOT
+from tests.support.loops import seen_by
+
+pytestmark = pytest.mark.torch
+
+
+def judged(compare: Callable[..., None], *arguments: Any) -> dict[str, str]:
+    """Return the status of each line that a function adds to a report."""
+    report = Report("x")
+    compare(*arguments, report)
+    return {line.name.removeprefix("x."): line.status for line in report.lines}
+
+
+def lines(section: Callable[..., None], seconds: float = 0.0) -> list[Line]:
+    report = Report("x")
+    run(section, report, "cpu", seconds)
+    return report.lines
+
+
+@pytest.mark.parametrize(
+    "section", [device.clock, device.overhead, waits.pool, waits.section, graphs.section, compute.peak, compute.memory]
+)
+def test_what_needs_cuda_is_info_without_it(section: Callable[..., None]) -> None:
+    assert [(line.status, line.measured) for line in lines(section)] == [(INFO, "needs CUDA, and --device is cpu")]
+    report = Report("x")
+    run(section, report, "cuda", 0.0)
+    assert [line.status for line in report.lines] == [INFO]
+    assert "finds no CUDA device" in report.lines[0].measured
+
+
+def test_every_section_that_trains_exists() -> None:
+    from pkgutil import resolve_name
+
+    assert all(callable(resolve_name(section.function)) for section in SECTIONS)
+
+
+def marks(error: float = 0.0, gap: float = 0.0, drift: float = 0.0) -> list[Sample]:
+    """Return marks each 10 ms, of which every tenth was followed by a synchronization."""
+    samples = []
+    for index in range(200):
+        seconds = index * 0.01
+        at = 1000 + seconds * (1 + drift) + (gap if index % 2 else 0)
+        synced = 1000 + seconds * (1 + drift) + 1e-5 + error if index % 10 == 0 else None
+        samples.append(Sample(at, seconds * 1e3, synced))
+    return samples
+
+
+def test_marks_without_errors_pass() -> None:
+    assert judged(device.compare, marks()) == {
+        "error_max": PASS,
+        "not_later": PASS,
+        "gap_error_p99": PASS,
+        "gap_error_max": INFO,
+        "drift": INFO,
+    }
+
+
+@pytest.mark.parametrize(
+    ("samples", "fails"),
+    [(marks(error=0.003), {"error_max"}), (marks(error=-0.001), {"not_later"}), (marks(gap=30e-6), {"gap_error_p99"})],
+)
+def test_marks_with_errors_fail(samples: list[Sample], fails: set[str]) -> None:
+    assert {name for name, status in judged(device.compare, samples).items() if status == FAIL} == fails
+
+
+def test_few_marks_are_info() -> None:
+    assert judged(device.compare, marks()[1:5]) == {"error": INFO}
+
+
+def test_the_hooks_share_of_a_sharded_step_is_judged() -> None:
+    assert judged(device.sharded_lines, [0.11], [0.1], 20.0)["sharded_share"] == PASS
+    assert judged(device.sharded_lines, [0.13], [0.1], 20.0)["sharded_share"] == FAIL
+    assert judged(device.sharded_lines, [0.09], [0.1], 1.0)["sharded_share"] == PASS
+
+
+def test_missed_marks_and_steps_that_are_not_measured_fail() -> None:
+    assert judged(waits.pool_lines, 42, 4, 0.0, 10.0) == {"missed_marks": PASS, "measured": PASS}
+    assert judged(waits.pool_lines, 42, 4, 1.0, 8.0) == {"missed_marks": FAIL, "measured": FAIL}
+    assert judged(waits.pool_lines, 3, 4, 0.0, 0.0) == {"missed_marks": PASS, "measured": INFO}
+
+
+def test_a_wait_that_differs_from_the_delay_fails() -> None:
+    assert judged(waits.compare, "ddp", 0.104, 0.1) == {"ddp": PASS}
+    assert judged(waits.compare, "ddp", 0.106, 0.1) == {"ddp": FAIL}
+    assert judged(waits.compare, "ddp", None, 0.1) == {"ddp": FAIL}
+
+
+@pytest.mark.parametrize(
+    ("fast", "slow", "fails"),
+    [
+        (0.1, 0.001, set()),
+        (0.05, 0.001, {"fast_waits"}),
+        (0.1, 0.03, {"slow_waits"}),
+        (0.001, 0.1, {"fast_waits", "slow_waits", "straggler"}),
+        (None, 0.1, set()),
+    ],
+)
+def test_ranks_are_judged_by_their_waits(fast: float | None, slow: float, fails: set[str]) -> None:
+    assert {name for name, status in judged(ranks.compare, fast, slow).items() if status == FAIL} == fails
+
+
+def test_the_rank_that_sleeps_is_named() -> None:
+    assert {line.status for line in lines(ranks.section)} == {PASS}
+
+
+def test_replays_with_another_loss_and_errors_of_the_hook_fail() -> None:
+    assert judged(graphs.compare, "global", 1.5, 1.5, 0.0) == {"global": PASS, "global_errors": PASS}
+    assert judged(graphs.compare, "global", 1.5, 1.6, 2.0) == {"global": FAIL, "global_errors": FAIL}
+
+
+def test_losses_are_the_same_with_the_hook() -> None:
+    report = Report("x")
+    identity.section("cpu", 0.0, report, 3, ("eager", "checkpointing", "accumulation", "amp"))
+    assert [(line.name, line.status) for line in report.lines] == [
+        (f"x.{kind}", PASS) for kind in ("eager", "checkpointing", "accumulation", "amp")
+    ]
+
+
+def test_losses_that_differ_fail_unless_two_plain_trainings_do() -> None:
+    assert judged(identity.compare, "eager", [1.0, 2.0], [1.0, 2.0], [1.0, 2.5]) == {"eager": FAIL}
+    assert judged(identity.compare, "eager", [1.0, 2.0], [1.0, 2.1], [1.0, 2.5]) == {"eager": INFO}
+
+
+def test_counted_flops_are_those_of_the_formula() -> None:
+    found = {line.name: line.status for line in lines(compute.flops)}
+    assert found == {"x.counted": PASS, "x.hook": PASS, "x.torch": PASS}
+
+
+def test_other_flops_and_other_peaks_fail() -> None:
+    assert judged(compute.flops_lines, "hook", 1.02e12, 1e12) == {"hook": FAIL}
+    assert judged(compute.peak_line, "bf16", 800e12, 989e12) == {"bf16": PASS}
+    assert judged(compute.peak_line, "bf16", 500e12, 989e12) == {"bf16": FAIL}
+    assert judged(compute.peak_line, "bf16", 1000e12, 989e12) == {"bf16": FAIL}
+    assert judged(compute.peak_line, "bf16", 500e12, None) == {"bf16": INFO}
+
+
+def test_a_loader_that_sleeps_is_data_stall() -> None:
+    assert [line.status for line in lines(compute.stall, 2.0)] == [PASS]
+
+
+def test_another_data_stall_and_other_statistics_fail() -> None:
+    assert judged(compute.stall_lines, 0.9, [0.2] * 6) == {"data_stall": FAIL}
+    assert judged(compute.allocator_line, "ooms", 0.0, 1) == {"ooms": FAIL}
+    assert judged(compute.allocator_line, "ooms", 1.0, 1) == {"ooms": PASS}
+
+
+def test_trainers_count_the_tokens_of_padded_samples(tmp_path: Path) -> None:
+    found = seen_by(__file__, tmp_path)
+    assert {name: line["status"] for name, line in found.items()} == dict.fromkeys(
+        ("trainers.transformers", "trainers.lightning", "trainers.accelerate"), PASS
+    ), found
+
+
+def test_other_tokens_fail() -> None:
+    assert judged(trainers.compare, "lightning", trainers.TOKENS, trainers.STEPS, 0.0) == {"lightning": PASS}
+    for tokens, steps, errors in ((1, 0, 0), (0, 1, 0), (0, 0, 1)):
+        counted = trainers.TOKENS + tokens, trainers.STEPS + steps, float(errors)
+        assert judged(trainers.compare, "lightning", *counted) == {"lightning": FAIL}
+
+
+class HostEvent:
+    """CUDA event that does nothing."""
+
+    def record(self) -> None:
+        pass
+
+    def elapsed_time(self, other: HostEvent) -> float:
+        return 5.0
+
+
+def test_each_gather_of_fsdp2_is_delayed_once_and_afterwards_none() -> None:
+    with jobs.two_ranks_in_name():
+        model = jobs.sharded(3, 8, torch.device("cpu"))
+        delays = jobs.Delays(0, HostEvent)
+        before = {name: getattr(torch.distributed, name, None) for name in jobs.DELAYED}
+        with delays.in_gathers():
+            model(torch.randn(2, 8)).sum().backward()
+        assert len(delays.events) == 6  # forward and backward
+        assert delays.seconds() == pytest.approx(0.03)
+        model(torch.randn(2, 8)).sum().backward()
+        assert delays.events == []
+        assert before == {name: getattr(torch.distributed, name, None) for name in jobs.DELAYED}
+
+
+def test_a_polled_run_takes_snapshots_in_a_thread_that_ends() -> None:
+    silent = jobs.silent()
+    before = threading.active_count()
+    with jobs.polled(silent, 0.01) as taken:
+        while len(taken) < 3:
+            silent.step(tokens=1)
+            time.sleep(0.001)
+    assert threading.active_count() == before
+    assert min(taken) > 0
+    silent.finish()
+
+
+if __name__ == "__main__":
+    import json
+
+    report = Report("trainers")
+    sys.path.insert(0, str(ROOT))
+    with contextlib.redirect_stdout(sys.stderr):  # the Trainer prints
+        run(trainers.section, report, "cpu", 0.0)
+    print(json.dumps({line.name: line.as_dict() for line in report.lines}))
