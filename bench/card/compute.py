@@ -135,7 +135,7 @@ def stall_lines(measured: float, slept: list[float], report: Report) -> None:
 def memory(device: str, seconds: float, report: Report) -> None:
     """Provoke an out-of-memory error, and compare the hook's allocator statistics with PyTorch's."""
     require_cuda(device)
-    torch.cuda.init()
+    torch.cuda.init()  # type: ignore[no-untyped-call]
     run = pushing(model=torch.nn.Linear(8, 8, device=device))
     total = torch.cuda.mem_get_info()[1]
     caught = False

@@ -39,12 +39,14 @@ def clock(device: str, seconds: float, report: Report) -> None:
     """Compare marks with the host's clock after a synchronization, and their gaps with CUDA's own events."""
     require_cuda(device)
     errors: list[str] = []
-    torch.cuda.init()
+    torch.cuda.init()  # type: ignore[no-untyped-call]
     moments = hook.moments(time.monotonic, lambda what, error: errors.append(f"{what}: {error}"))
     if moments is None:
         raise Unavailable(f"no marks on this device: {' '.join(errors) or 'not CUDA'}")
     matrix = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
-    draw, cost, pending = random.Random(0), [], []
+    draw = random.Random(0)
+    cost: list[float] = []
+    pending: list[tuple[Any, Any, float | None]] = []
     began = time.monotonic()
     while len(pending) < MARKS and time.monotonic() - began < seconds:
         for _ in range(draw.randrange(4)):
@@ -58,15 +60,14 @@ def clock(device: str, seconds: float, report: Report) -> None:
         if len(pending) % SYNCED_EVERY == SYNCED_EVERY - 1:
             torch.cuda.synchronize()
             synced = time.monotonic()
-            mark.at()
+            getattr(mark, "at", float)()
         pending.append((mark, event, synced))
         time.sleep(draw.random() * 0.01)
     torch.cuda.synchronize()
-    first = pending[0][1]
     samples = [
-        Sample(mark.at(), first.elapsed_time(event), synced)
+        Sample(at, pending[0][1].elapsed_time(event), synced)
         for mark, event, synced in pending
-        if isinstance(mark, hook.Moment)
+        if isinstance(mark, hook.Moment) and (at := mark.at()) is not None
     ]
     report.check("marks", len(samples) == len(pending) and not errors, f"{len(samples)} {errors}", f"{len(pending)}")
     report.info("mark_cost", f"p50 {quantile(cost, 0.5) * 1e6:.1f} us, p99 {quantile(cost, 0.99) * 1e6:.1f} us")

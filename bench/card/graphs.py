@@ -51,7 +51,7 @@ def captured(mode: str) -> tuple[float, float, float]:
         torch.cuda.current_stream().wait_stream(stream)
         eager = float(model(tokens).item())
         model.zero_grad(set_to_none=True)
-        graph: Any = torch.cuda.CUDAGraph()  # type: ignore[no-untyped-call]
+        graph: Any = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode=mode):
             loss = model(tokens)
             loss.backward()

