@@ -189,7 +189,7 @@ def added_to_steps(endpoint: str, pairs: int, clock: Callable[[], float]) -> dic
     added: dict[int, list[float]] = {1: [], NEVER: []}
     for pair in range(10 * pairs):
         for every, seconds in added.items():
-            hooked.run.recorder.measure_every = every
+            hooked.run.recorder.sample(every)
             [(before, after)] = paired(plain, hooked, numbers, (pair,), clock)
             seconds.append(after - before)
     hooked.run.finish()

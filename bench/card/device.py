@@ -119,7 +119,7 @@ def _sharded_overhead(seconds: float, report: Report) -> None:
         inputs = torch.randn(512, WIDTH, device="cuda")
 
         def block(every: int) -> float:
-            run.recorder.measure_every = every
+            run.recorder.sample(every)
             torch.cuda.synchronize()
             began = time.perf_counter()
             for _ in range(BLOCK):

@@ -82,7 +82,7 @@ def rank(device: torch.device) -> float | None:
     torch.manual_seed(0)
     model = DistributedDataParallel(torch.nn.Linear(64, 64, device=device))
     run = silent(model=model)
-    run.recorder.measure_every = 1
+    run.recorder.sample(1)
     inputs = torch.randn(4, 64, device=device)
     for _ in range(FIRST_STEPS + STEPS):
         if dist.get_rank() == 1:

@@ -91,7 +91,7 @@ def _delayed_hook(delays: Delays) -> Any:
 def _train(model: Any, delays: Delays) -> tuple[float | None, float | None]:
     """Train with delays. Return seconds of wait and of delay per step, None if no step was measured."""
     run = silent(model=model)
-    run.recorder.measure_every = 1
+    run.recorder.sample(1)
     inputs = torch.randn(BATCH, SMALL_WIDTH, device="cuda")
     tiny = torch.zeros(1, device="cuda")
 

@@ -8,7 +8,7 @@ from typing import Any
 from flopwatch.catalogue import BY_NAME
 from flopwatch.training import Run
 from flopwatch.training.process.launcher import Process
-from flopwatch.training.recorder import Recorder, Snapshot
+from flopwatch.training.recorder import Snapshot
 
 
 class Clock:
@@ -33,11 +33,6 @@ def silent(clock: Clock | None = None, age: float = 30.0, **arguments: Any) -> R
         process=Process(pid=_PID, start_ticks=4711, age=age, pid_namespace=1),
         **arguments,
     )
-
-
-def measure_every(recorder: Recorder, steps: int) -> None:
-    """Measure phases and waits in every N-th step, whatever the steps' duration is."""
-    recorder.measure_every, recorder.check_at, recorder.measures_by_time = steps, 0, False
 
 
 _PID = os.getpid()

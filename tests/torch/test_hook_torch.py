@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from tests.support import ROOT
-from tests.support.hook import measure_every
 from tests.support.machine import reserved_port
 
 WORLD_SIZE = 3
@@ -201,7 +200,7 @@ def worker(
     model = DistributedDataParallel(Model(), **(ddp or {}))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     run = Run("tiny", model=model if watch else None, flops_per_token=6.0, peak_flops=1e9)
-    measure_every(run.recorder, 1)  # not two a second, which would make the number depend on the machine
+    run.recorder.sample(1)  # not two a second, which would make the number depend on the machine
 
     def counted() -> dict[str, float | None]:
         names = {

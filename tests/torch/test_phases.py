@@ -23,7 +23,6 @@ from torch.utils.checkpoint import checkpoint
 from flopwatch.catalogue import BY_NAME
 from flopwatch.training import Run
 from flopwatch.training.torch import phases
-from tests.support.hook import measure_every
 from tests.support.simulated_cuda import SimulatedCuda
 
 pytestmark = pytest.mark.torch
@@ -131,7 +130,7 @@ def sleepy_optimizer(model: torch.nn.Module) -> Sgd:
 @pytest.fixture
 def run() -> Iterator[Run]:
     made = Run("tiny", clock=clock, environ={"FLOPWATCH_DISABLE": "1"})
-    measure_every(made.recorder, 1)
+    made.recorder.sample(1)
     yield made
     phases.attach(made.recorder).remove()
 
@@ -209,7 +208,7 @@ def test_what_was_planted_in_a_phase_is_found_in_it(run: Run, form: str) -> None
 
 def test_by_a_real_clock_phases_are_as_long_as_what_is_in_them_and_together_no_longer_than_the_step() -> None:
     real = Run("tiny", environ={"FLOPWATCH_DISABLE": "1"})
-    measure_every(real.recorder, 1)
+    real.recorder.sample(1)
     model = Model(lambda: time.sleep(FORWARD), lambda: time.sleep(BACKWARD))
     optimizer = Sgd(model.parameters(), lr=0.1)
     optimizer.does = lambda: time.sleep(OPTIMIZER)
@@ -245,7 +244,7 @@ def test_two_optimizers_add_up_and_one_inside_another_counts_once(run: Run) -> N
 def test_an_optimizer_whose_step_ends_the_training_step_is_in_that_step(run: Run) -> None:
     model = sleepy_model()
     ends = register_optimizer_step_post_hook(lambda *_: run.step())
-    measure_every(run.recorder, 2)
+    run.recorder.sample(2)
     phases.attach(run.recorder, model)
     step = train(model, sleepy_optimizer(model))
     for _ in range(9):
@@ -371,7 +370,7 @@ def test_what_a_collection_of_garbage_takes_is_a_phase(run: Run) -> None:
 
 def test_only_every_kth_step_is_measured(run: Run) -> None:
     model = Model(sleep(0.005))
-    measure_every(run.recorder, 3)
+    run.recorder.sample(3)
     phases.attach(run.recorder, model)
     for _ in range(12):
         train(model)()
@@ -539,7 +538,7 @@ def test_compiled_training_has_no_more_frames_breaks_or_recompilations(run: Run,
 def test_on_a_device_that_is_behind_the_phases_are_its_own() -> None:
     cuda = SimulatedCuda()
     run = Run("tiny", clock=lambda: cuda.now, environ={"FLOPWATCH_DISABLE": "1"})
-    measure_every(run.recorder, 1)
+    run.recorder.sample(1)
     run.recorder.mark = run.recorder.step_mark = cuda.moments().mark
     model = Model(lambda: cuda.current.work(0.1), lambda: cuda.current.work(0.2))
     optimizer = Sgd(model.parameters(), lr=0.1)
@@ -565,7 +564,7 @@ def test_on_a_device_that_is_behind_the_phases_are_its_own() -> None:
 def test_a_pause_of_the_host_is_as_long_though_the_device_is_behind() -> None:
     cuda = SimulatedCuda()
     run = Run("tiny", clock=lambda: cuda.now, environ={"FLOPWATCH_DISABLE": "1"})
-    measure_every(run.recorder, 1)
+    run.recorder.sample(1)
     run.recorder.mark = cuda.moments().mark
     attached = phases.attach(run.recorder)
     for _ in range(4):
@@ -585,7 +584,7 @@ def test_a_pause_of_the_host_is_as_long_though_the_device_is_behind() -> None:
 
 
 def test_a_copy_to_the_device_is_a_phase_of_measured_steps_only(run: Run) -> None:
-    measure_every(run.recorder, 2)
+    run.recorder.sample(2)
     phases.attach(run.recorder)
 
     def step() -> None:

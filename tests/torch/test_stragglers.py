@@ -14,7 +14,6 @@ import pytest
 
 from alerts.settings import AlertSettings
 from tests.support import ranks
-from tests.support.hook import measure_every
 
 pytestmark = [pytest.mark.long, pytest.mark.alone, pytest.mark.torch, pytest.mark.timeout(900)]
 
@@ -102,7 +101,7 @@ def main() -> dict[str, list[float]]:
     ) -> tuple[list[float], float]:
         """Return the wait shares of the windows, and the mean step time of the last one."""
         run = Run("late", model=model)
-        measure_every(run.recorder, 1)  # needed in windows this short; in two minutes two steps a second are enough
+        run.recorder.sample(1)  # needed in windows this short; in two minutes two steps a second are enough
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
         def batches() -> Any:

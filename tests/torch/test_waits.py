@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from tests.support import ranks
-from tests.support.hook import measure_every
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(600)]
 
@@ -293,7 +292,7 @@ def main() -> Iterator[tuple[str, Any]]:
 
     run = Run("waits")
     run.recorder.measuring = False
-    measure_every(run.recorder, 1 << 20)
+    run.recorder.sample(1 << 20)
     yield "not_this_step", train(ddp(), run=run, after=gathered)
 
     run = Run("waits")

@@ -10,7 +10,7 @@ import torch
 from flopwatch.catalogue import BY_NAME
 from flopwatch.training import Run
 from flopwatch.training.torch import waits
-from tests.support.hook import Clock, measure_every, silent, value
+from tests.support.hook import Clock, silent, value
 
 pytestmark = pytest.mark.torch
 
@@ -84,7 +84,7 @@ def test_waits_that_come_again_are_measured_again(loop: Loop) -> None:
 
 
 def test_steps_between_those_that_are_measured_need_no_wait(loop: Loop) -> None:
-    measure_every(loop.run.recorder, 16)
+    loop.run.recorder.sample(16)
     loop.train(16 * 20, lambda step: True)
     assert loop.reasons() == []
     assert value(loop.run.snapshot(), WAIT) == pytest.approx(0.25 * loop.measured_steps())

@@ -169,6 +169,10 @@ class Recorder:
         if self.measures_by_time and every != self.measure_every:
             self.measure_every, self.check_at = every, 0
 
+    def sample(self, every: int) -> None:
+        """Measure one step in `every` from now on, however long steps take."""
+        self.measure_every, self.check_at, self.measures_by_time = every, 0, False
+
     def schedule(self, taken: int) -> None:
         """Decide after step `taken` whether to measure the next step, and at which step to decide again."""
         every = self.measure_every

@@ -21,7 +21,7 @@ from flopwatch.catalogue import Metric
 from flopwatch.flops import Transformer
 from flopwatch.training import Run
 from flopwatch.training.totals import SPIKE_AFTER, Spikes
-from tests.support.hook import Clock, measure_every, seconds, silent, value
+from tests.support.hook import Clock, seconds, silent, value
 from tests.support.hook_server import HookServer
 
 
@@ -314,7 +314,7 @@ def test_a_phase_counts_in_measured_steps_and_none_is_made_up() -> None:
 
 def test_every_kth_step_is_to_be_measured_if_that_is_wanted() -> None:
     run = silent()
-    measure_every(run.recorder, 3)
+    run.recorder.sample(3)
     asked = []
     for _ in range(9):
         run.step()
@@ -332,7 +332,7 @@ def test_about_two_steps_a_second_are_measured(seconds: float, every: int) -> No
         run.step()
     run.snapshot()
     assert run.recorder.measure_every == every
-    measure_every(run.recorder, 5)
+    run.recorder.sample(5)
     run.snapshot()
     assert run.recorder.measure_every == 5
 
