@@ -11,7 +11,8 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from flopwatch.node.scrape.exposition import Exposition
 from flopwatch.node.scrape.scrape import well_formed
 from flopwatch.node.telemetry import otlp
-from flopwatch.node.telemetry.ranks import MAX_RANKS, Telemetry
+from flopwatch.node.telemetry.admission import MAX_RANKS
+from flopwatch.node.telemetry.ranks import Telemetry
 from flopwatch.settings import ExporterSettings
 
 GPUS = {"GPU-a": "GPU-a", "GPU-b": "GPU-b"}

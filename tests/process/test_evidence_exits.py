@@ -22,10 +22,11 @@ from flopwatch.catalogue import Sample
 from flopwatch.ledger.store import Store
 from flopwatch.node.collectors import StateFile
 from flopwatch.node.telemetry import process_exit
+from flopwatch.node.telemetry.admission import AttemptKey, own_pid_namespace
 from flopwatch.node.telemetry.evidence import HOST_PIDS, MAX_HOST_ENTRIES, EventCount, EvidenceLog, RankEnd, of_ranks
 from flopwatch.node.telemetry.ledger_client import Embedded, Forward, Outcomes, Remote
 from flopwatch.node.telemetry.process_exit import ProcessWatch
-from flopwatch.node.telemetry.ranks import AttemptKey, Record, Telemetry, own_pid_namespace
+from flopwatch.node.telemetry.ranks import Record, Telemetry
 from flopwatch.settings import ExporterSettings
 from tests.support.machine import until
 from tests.support.otlp_by_hand import START, request, training

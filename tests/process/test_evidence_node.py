@@ -28,9 +28,10 @@ from flopwatch.node.collectors.nvml import Nvml
 from flopwatch.node.collectors.xid import Xid
 from flopwatch.node.collectors.xid.kernel_lines import oom_kills
 from flopwatch.node.telemetry import evidence, otlp
+from flopwatch.node.telemetry.admission import AttemptKey, own_pid_namespace
 from flopwatch.node.telemetry.evidence import HOST_PIDS, MAX_ENTRIES, MAX_HOST_ENTRIES, MAX_PLACES, EvidenceLog
 from flopwatch.node.telemetry.ledger_client import Embedded, Outcomes, Remote
-from flopwatch.node.telemetry.ranks import AttemptKey, Record, Telemetry, own_pid_namespace
+from flopwatch.node.telemetry.ranks import Record, Telemetry
 from flopwatch.settings import ExporterSettings
 from flopwatch.simulate.pynvml import Simulation
 from simulator.host import SimulatedNode

@@ -2,15 +2,16 @@
 
     {"t": unix seconds, "run", "tenant", "attempt", "source", "event": "submitted" | "start" | "snapshot" | "finish",
      "activity_seconds": {activity: seconds}, "open_step_seconds", "step", "committed_step", "restored_step",
-     "rank", "gpus", "model_flops", "peak_flops", "started", "submitted", "status", "gone", "pid",
+     "rank", "gpus", "model_flops", "peak_flops", "started", "submitted", "status", "gone", "pid", "overlaps",
      "waits": [[rank, place, started, steps, seconds, wait, tokens]],
      "evidence": [{"kind", "t", "count", "gpu", "port", "rank", "detail"}]}
 
 Required are t, run and event, and attempt for a start or snapshot. A finish without attempt ends the current attempt.
-`source` is the reporting host. `pid` is true if the host knows one of the run's processes. `activity_seconds` and
-`model_flops` are cumulative for one process, the host's lowest live rank. `step` of a start is the step restored from a
-checkpoint. `waits` has cumulative seconds of each rank, and is absent unless all ranks of the host are measured.
-`evidence` has what the host observed: its count so far and the time of the last. Unknown fields are ignored.
+`source` is the reporting host. `pid` is true if the host knows one of the run's processes, and `overlaps` while it has
+live processes of the run in another attempt. `activity_seconds` and `model_flops` are cumulative for one process, the
+host's lowest live rank. `step` of a start is the step restored from a checkpoint. `waits` has cumulative seconds of each
+rank, and is absent unless all ranks of the host are measured. `evidence` has what the host observed: its count so far
+and the time of the last. Unknown fields are ignored.
 """
 
 from __future__ import annotations
@@ -73,6 +74,7 @@ class LedgerRecord:
     waits: tuple[RankWait, ...] | None = None
     evidence: tuple[Evidence, ...] = ()
     pid: bool = False
+    overlaps: bool = False
 
     @classmethod
     def parse(cls, line: object) -> LedgerRecord:
@@ -106,7 +108,8 @@ class LedgerRecord:
         numbers["restored_step"] = _number(line, "step" if start else "restored_step")
         numbers |= {name: _number(line, name) for name in _NUMBERS}
         waits, evidence = _waits(line.get("waits")), _evidence(line.get("evidence"), stamp, source)
-        parts: dict[str, Any] = {"waits": waits, "evidence": evidence, "pid": line.get("pid") is True, **numbers}
+        parts: dict[str, Any] = {"waits": waits, "evidence": evidence, **numbers}
+        parts |= {flag: line.get(flag) is True for flag in ("pid", "overlaps")}
         return cls(stamp, run, tenant, attempt, source, event, status, gone, activity, **parts)
 
     @property

@@ -26,6 +26,7 @@ class OtherAttempt(NamedTuple):
     age: float
     received: float
     first_step: float | None = None
+    certain: bool = False  # its host saw both at the same time
 
 
 @dataclass(slots=True)
@@ -39,7 +40,7 @@ class Reporters:
     nodes: dict[str, ReportingNode] = field(default_factory=dict)  # by source
     changed: set[str] = field(default_factory=set)  # nodes that changed since the state was saved
     past: dict[str, float] = field(default_factory=dict)  # ended attempts, and when each ended
-    clock_offsets: dict[str, float] = field(default_factory=dict)  # seconds that a host's clock was set back
+    clock_offsets: dict[str, float] = field(default_factory=dict)  # seconds that a host's clock was set back, or < 0
     others: dict[str, OtherAttempt] = field(default_factory=dict)
 
     @property
@@ -53,8 +54,8 @@ class Reporters:
         self.last = max(self.last, t)
         self.clock = max(self.clock, min(t, received + MAX_AHEAD))
 
-    def realign(self, record: LedgerRecord) -> LedgerRecord:
-        """Return the record with its stamps corrected if the host's clock was set back."""
+    def realign(self, record: LedgerRecord, received: float) -> LedgerRecord:
+        """Return the record with its stamps corrected if the host's clock was set back or forward."""
         shift, node = self.clock_offsets.get(record.source, 0.0), self.nodes.get(record.source)
         same = self.attempt is not None and record.attempt == self.attempt.id
         if node is not None and same and record.age > node.age and not record.gone:
@@ -62,7 +63,10 @@ class Reporters:
             if shift and abs(record.t - expected) < abs(record.t + shift - expected):
                 shift = 0.0  # the clock was corrected
                 del self.clock_offsets[record.source]
-            if record.t + shift < node.t - MAX_OVERLAP:  # only a clock gives an older process an earlier stamp
+            # Time that neither the process nor the ledger's clock has seen pass is a step of the host's clock.
+            unseen = record.t + shift - expected - max(0.0, received - node.heard - (record.age - node.age))
+            # Only a clock gives an older process an earlier stamp.
+            if record.t + shift < node.t - MAX_OVERLAP or unseen > MAX_OVERLAP:
                 shift = expected - record.t
                 self.clock_offsets[record.source] = shift
                 while len(self.clock_offsets) > _MAX_CLOCK_OFFSETS:
@@ -165,16 +169,20 @@ class Reporters:
     def note_other(self, record: LedgerRecord, received: float) -> None:
         """Remember a record of an attempt that overlaps with the current one."""
         attempt, name = self.attempt, record.attempt
+        if record.end is not None and name in self.others and self.others[name].certain:
+            del self.others[name]
         if attempt is None or not name or record.activity is None or record.end is not None:
             return
         if record.t <= self._expected_until(name):
             return
         last = self.others.get(name)
         if last is None:
-            self.others[name] = OtherAttempt(record.t, received, record.t, record.age, received, record.step)
+            times = record.t, received, record.t, record.age, received, record.step
+            self.others[name] = OtherAttempt(*times, record.overlaps)
         elif record.t > last.last and record.age > last.age:
             step = record.step if last.first_step is None else last.first_step
-            self.others[name] = last._replace(last=record.t, age=record.age, received=received, first_step=step)
+            certain = last.certain or record.overlaps
+            self.others[name] = OtherAttempt(*last[:2], record.t, record.age, received, step, certain)
         if len(self.others) > _MAX_OTHER_ATTEMPTS:
             del self.others[min(self.others, key=lambda other: self.others[other].received)]
 
@@ -186,15 +194,30 @@ class Reporters:
     def takes_over(self, record: LedgerRecord) -> bool:
         """Return whether the record's attempt, which overlaps, still makes steps long after the current one's end."""
         other, over = self.others.get(record.attempt), self.current.over  # a silent attempt has not reported its end
-        if over is None or other is None or record.activity is None or record.end is not None or record.step is None:
+        if over is None or other is None or record.activity is None:
             return False
         newer = record.t > other.last and record.age > other.age
+        if other.certain:
+            return newer
+        if record.end is not None or record.step is None:
+            return False
         made_steps = other.first_step is not None and record.step > other.first_step
         return self._overlaps(record.attempt, other) and newer and made_steps and record.t - over > _TAKEOVER_AFTER
 
+    def keep_current(self) -> None:
+        """Remember the current attempt, which goes on while the next one is accounted for."""
+        attempt = self.current
+        node = max(self.nodes.values(), key=lambda x: x.t, default=None)
+        if node is not None and attempt.end is None:
+            self.others[attempt.id] = OtherAttempt(node.t, node.met, node.t, node.age, node.heard, attempt.step, True)
+
+    def is_outlived(self, t: float) -> bool:
+        """Return whether another attempt is known to go on, as of the stamp `t`."""
+        return any(other.certain and t - other.last <= self.silent_after for other in self.others.values())
+
     def _overlaps(self, name: str, other: OtherAttempt) -> bool:
         """Return whether another attempt reported at least twice, and well after its records should have ended."""
-        return other.last > other.first and other.last - self._expected_until(name) > MAX_OVERLAP
+        return other.certain or (other.last > other.first and other.last - self._expected_until(name) > MAX_OVERLAP)
 
     def _is_recent(self, now: float, t: float, first_received: float, received: float) -> bool:
         """Return whether a source's last stamp `t` is current, or the source keeps reporting with a wrong clock."""

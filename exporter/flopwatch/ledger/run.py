@@ -56,7 +56,7 @@ class RunLedger:
         """Apply a record of this run. `received` is its arrival in Unix time, by default the record's own stamp."""
         received = record.t if received is None else received
         self.first = received if self.first is None else self.first
-        record = self.reporters.realign(record)
+        record = self.reporters.realign(record, received)
         self.reporters.note_stamp(record.t, received)
         self._submit(record.submitted)
         if record.event != "submitted":
@@ -80,8 +80,13 @@ class RunLedger:
         if place == "late":
             self.reporters.note_other(record, received)
             self._end_by_hand(record)
+            last = self.attempt.end if self.attempt is not None else None
+            if self.ended is None and last in END_OF_RUN and not self.reporters.is_outlived(record.t):
+                self._end_run(last)
             return
         if place == "next":
+            if record.overlaps and self.attempt is not None:
+                self.reporters.keep_current()
             self._open(record)
         self._observe(record, received)
         if record.end is not None:
@@ -106,7 +111,8 @@ class RunLedger:
         # An attempt without a start may be an older one.
         later, news = born is not None and born > attempt.start, record.t > self.buckets.frontier
         if self.ended is not None:
-            return "next" if later and news else "late"
+            # An attempt that began earlier but reports only now is live. Its first report may take long.
+            return "next" if news and (later or record.end is None) else "late"
         # When attempts overlap, the later start owns the clock for as long as it is live.
         return "next" if later or (news and not self.reporters.any_live(record.t)) else "late"
 
@@ -246,13 +252,18 @@ class RunLedger:
         for_all = node is None and end != "gone"  # sent by a scheduler, or by hand
         if live and end not in END_OF_RUN and not for_all:
             return
+        if for_all and not record.attempt:
+            self.reporters.others.clear()
         if for_all and not live:
-            self._close(record.t, end, "down")
+            self._close(record.t, end, "down", goes_on=record.overlaps)
         else:
-            self._close(record.t, end, "other" if end in END_OF_RUN else "lost")
+            self._close(record.t, end, "other" if end in END_OF_RUN else "lost", goes_on=record.overlaps)
 
-    def _close(self, at: float, end: str, rest: str) -> None:
-        """End the attempt at `at` with status `end`. The time after its last report goes to the bucket `rest`."""
+    def _close(self, at: float, end: str, rest: str, *, goes_on: bool = False) -> None:
+        """End the attempt at `at` with status `end`. The time after its last report goes to the bucket `rest`.
+
+        `goes_on`: another attempt of the run is live.
+        """
         attempt, buckets, nodes = self.reporters.current, self.buckets, self.reporters.nodes
         last_report, hung = attempt.start, 0.0
         if nodes:
@@ -275,7 +286,7 @@ class RunLedger:
             self._advance(at, rest)
         attempt.over = buckets.frontier
         self._advance(at, rest)
-        if end in END_OF_RUN:
+        if end in END_OF_RUN and not goes_on and not self.reporters.is_outlived(at):
             self._end_run(end)
         past = self.reporters.past
         past.pop(attempt.id, None)
@@ -332,6 +343,8 @@ class RunLedger:
         one = self.reporters
         if one.any_live(one.last) if now is None else one.is_reporting(now) or one.has_other(now):
             return "running"
+        if self.attempt.end in END_OF_RUN:  # and the other attempt has been silent since
+            return str(self.attempt.end)
         return "queued" if self.attempt.end in _QUEUES_AGAIN else "down"
 
     def conflict(self, now: float) -> bool:

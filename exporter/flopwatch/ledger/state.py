@@ -36,8 +36,11 @@ def to_json(run: RunLedger) -> dict[str, Any]:
     """Return a run's state for the table `runs`, without its nodes, ended attempts, incidents and evidence."""
     state = {key: getattr(getattr(run, part) if part else run, name) for key, part, name in _KEYS}
     state |= {name: None for name in _TIMES if state[name] == -inf}
-    # The first step of another attempt is left out if it is unknown.
-    state["rivals"] = {name: [x for x in other if x is not None] for name, other in state["rivals"].items()}
+    # The first step of another attempt is left out if it is unknown, and `certain` if it is false.
+    state["rivals"] = {
+        name: list(other) if other.certain else [x for x in other[:-1] if x is not None]
+        for name, other in state["rivals"].items()
+    }
     return state | {"attempt": None if run.attempt is None else run.attempt.to_json()}
 
 

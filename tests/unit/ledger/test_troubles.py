@@ -650,3 +650,37 @@ def test_a_new_generation_has_incidents_of_its_own() -> None:
         1,
     )
     assert isinstance(ledger, Ledger)
+
+
+def test_a_clock_that_is_set_forward_by_an_hour_inside_an_attempt_costs_nothing() -> None:
+    """As a ledger on another host receives it, whose own clock is right."""
+
+    def fed(reports: list[tuple[float, float]], *more: tuple[Line, float]) -> RunLedger:
+        run = RunLedger("", "r", 60.0)
+        for line in A1:
+            run.apply(LedgerRecord.parse(line), received=line["t"])
+        lines = [(snapshot(t + ahead, "a1", (t - 110) // 10, startup=10, step=t - 110), t) for t, ahead in reports]
+        for line, received in (*lines, *more):
+            run = read_back(run)
+            run.apply(LedgerRecord.parse(line), received=received)
+        return run
+
+    run = fed([(150, 0), (160, 3600), (170, 3600), (180, 3600)], (finish(185 + 3600, "a1"), 185))
+    seconds = {bucket: value for bucket, value in run.buckets.seconds.items() if value}
+    assert seconds == pytest.approx({"startup": 10, "productive": 70, "other": 5})
+    assert run.state() == "completed"
+    assert run.wall(185) == pytest.approx(85)
+    # The next attempt starts by the new clock, and when that is set right again nothing is lost either.
+    back = (snapshot(260, "a2", 10, startup=10, step=20), 260.0)
+    run = fed(
+        [(150, 0), (160, 3600)],
+        (start(200 + 3600, "a2", step=5), 200),
+        (snapshot(250 + 3600, "a2", 9, startup=10, step=30), 250),
+        back,
+    )
+    assert run.buckets.seconds["down"] == pytest.approx(40)
+    # Time that the ledger's clock has seen pass is no step of a clock: the host was suspended.
+    run = RunLedger("", "r", 60.0)
+    for line in (*A1, snapshot(160 + 3600, "a1", 5, startup=10, step=50), finish(165 + 3600, "a1")):
+        run.apply(LedgerRecord.parse(line), received=line["t"])
+    assert run.wall(run.reporters.last) == pytest.approx(65 + 3600)

@@ -23,7 +23,8 @@ from flopwatch.node.collectors import StateFile, replace_file
 from flopwatch.node.scrape.reader import Reading
 from flopwatch.node.scrape.scrape import self_counter
 from flopwatch.node.telemetry import evidence
-from flopwatch.node.telemetry.ranks import AttemptKey, Record, Telemetry
+from flopwatch.node.telemetry.admission import AttemptKey
+from flopwatch.node.telemetry.ranks import Record, Telemetry
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ import math
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from google.protobuf import json_format
@@ -39,7 +39,8 @@ NAME = re.compile(r"[A-Za-z0-9._:/@+-]{1,128}")
 # The type of an exception, for some with a detail: `KeyError`, `OSError ENOSPC`, `SystemExit 3`.
 ENDED_BY = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}( -?[A-Z0-9]{1,15})?")
 
-_CLOCK_MARGIN = 60.0  # seconds that a process may start in the future, as on a restored virtual machine
+MAX_CLOCK_ERROR = 10.0  # seconds between the stamps and the age of a process, above which the clock was set
+_CLOCK_MARGIN = 24 * 3600.0  # seconds that a process may start in the future, as after a clock was set back
 _DATA = {"counter": "sum", "gauge": "gauge", "info": "gauge", "histogram": "histogram"}
 
 
@@ -73,6 +74,27 @@ class Push:
     refused: int = 0
     reason: str = ""
     foreign_gpu: bool = False
+
+    @property
+    def age(self) -> float:
+        """Return the seconds that the process has lived, by its monotonic clock: the sum of its activities."""
+        return math.fsum(value for row, _, value in self.samples if row is m.TRAINING_ACTIVITY_SECONDS_TOTAL)
+
+    def timed(self, began: float | None) -> Push:
+        """Return the push with its stamps by the clock of the first push, which gave the process's start as `began`.
+
+        A later step forward is left out. A step back is left to the ledger, which needs it for the next attempt.
+        """
+        age, at = self.age, self.at
+        if began is not None and 0 < began + age < at - MAX_CLOCK_ERROR:
+            at = began + age
+        # A start in the future is of a clock that was set back since then.
+        return replace(self, at=at, started=self.started if self.started <= at else at - age)
+
+    def is_older(self, started: float, process: tuple[int, int, int]) -> bool:
+        """Return whether this process started before another one, by the kernel's clock where that can tell."""
+        ticks, other = self.pid_start_ticks, process[2]
+        return ticks < other if 0 < ticks != other > 0 else self.started < started
 
     @property
     def process(self) -> tuple[int, int, int]:
@@ -162,7 +184,7 @@ def push(resource: wire.ResourceMetrics, *, host: str, gpus: Mapping[str, str] |
         attempt,
         rank,
         started,
-        at=max(started, min(now, newest / 1e9)) if newest > 0 else now,
+        at=max(min(started, now), min(now, newest / 1e9)) if newest > 0 else now,
         pid=identity.integer("flopwatch.pid") or 0,
         pid_namespace=identity.integer("flopwatch.pid_namespace") or 0,
         pid_start_ticks=identity.integer("flopwatch.pid_start_ticks") or 0,
@@ -191,7 +213,7 @@ def _identity(sent: _Attributes, now: float) -> tuple[str, str, str, int, float,
     if rank is None or not 0 <= rank < 1 << 24:
         raise Refused("invalid", "flopwatch.rank is not the rank of a process")
     if started is None or not 0 < started <= now + _CLOCK_MARGIN:
-        raise Refused("invalid", "flopwatch.start_unix is not a time in the past")
+        raise Refused("invalid", "flopwatch.start_unix is not a time until tomorrow")
     status = sent.text("flopwatch.status") or None
     if status is not None and status not in STATUSES:
         raise Refused("invalid", f"flopwatch.status must be one of {', '.join(STATUSES)}")

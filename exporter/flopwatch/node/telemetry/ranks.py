@@ -1,13 +1,12 @@
 """Training processes of this host: their pushes, for the scrape and, merged per attempt, for the ledger.
 
-Per (tenant, run, rank) only the newest process counts. A rank is served until it finishes, is replaced, its process
-ends, or `rank_timeout` passes without a push. An attempt is kept until the ledger has its last record. If evidence
+`admission` decides which processes may be ranks. A rank is served until it finishes, is replaced, its process ends, or
+`rank_timeout` passes without a push. An attempt is kept until the ledger has its last record. If evidence
 appears within five minutes of an unplanned end, that record is sent again with it.
 """
 
 import logging
 import math
-import os
 import threading
 import time
 from collections import Counter
@@ -25,16 +24,14 @@ from flopwatch.ledger.attribution import PLANNED
 from flopwatch.node.scrape.reader import Reading
 from flopwatch.node.scrape.scrape import self_counter
 from flopwatch.node.telemetry import evidence, otlp
+from flopwatch.node.telemetry.admission import MAX_RANKS, Admission, AttemptKey, Rank
 from flopwatch.node.telemetry.evidence import HOST_PIDS, Entry, EventCount, EvidenceLog, RankEnd
 from flopwatch.node.telemetry.otlp import Push, Refused
-from flopwatch.node.telemetry.process_exit import BLOCKED, Process, ProcessWatch, pids, process_alive
+from flopwatch.node.telemetry.process_exit import BLOCKED
 from flopwatch.settings import ExporterSettings
 
 log = logging.getLogger(__name__)
 
-MAX_RANKS = 64
-MAX_RUNS = 16
-MAX_NAMES = 64  # of runs in an hour, since the ledger keeps each run for a day
 MAX_UNDELIVERED = 64  # ended attempts that the ledger has not accepted; beyond this the oldest is dropped
 
 OUTCOMES = (
@@ -43,32 +40,24 @@ OUTCOMES = (
 )
 
 Record = dict[str, Any]
-RankKey = tuple[str, str, int]  # tenant, run, rank
-AttemptKey = tuple[str, str, str]  # tenant, run, attempt
-
-
-@dataclass
-class _Rank:
-    push: Push
-    received: float  # on the monotonic clock
-    end: str | None = None  # finished, gone, replaced or silent
-    ended_at: float = 0.0  # Unix time
-    refused: EventCount | None = None  # allocations that CUDA refused
-    pid: int | None = None  # in the namespace of the exporter; 0 if unknown, None before the search
-    watch: ProcessWatch | None = None
-    exited: tuple[str, str] = ("", "")
 
 
 @dataclass
 class _Attempt:
-    ranks: dict[int, _Rank] = field(default_factory=dict)
+    ranks: dict[int, Rank] = field(default_factory=dict)
     changes: int = 0
     delivered: int = 0
     gone_at: float | None = None
     entries: list[Entry] = field(default_factory=list)  # evidence in the last record
+    rivals: set[AttemptKey] = field(default_factory=set)  # attempts that it was in conflict with
 
     @property
-    def live(self) -> list[_Rank]:
+    def user(self) -> int | None:
+        """Return the user of the first rank."""
+        return next(iter(self.ranks.values())).user
+
+    @property
+    def live(self) -> list[Rank]:
         return [rank for rank in self.ranks.values() if rank.end is None]
 
     @property
@@ -102,14 +91,6 @@ class _Ended:
     delivered: int = 0
 
 
-def own_pid_namespace() -> int:
-    """Return the inode of the pid namespace of this process, 0 if it cannot be read."""
-    try:
-        return os.stat("/proc/self/ns/pid").st_ino
-    except OSError:
-        return 0
-
-
 class Telemetry:
     """Store of pushes: serves their samples as the source `training`, and returns the records due to the ledger."""
 
@@ -130,9 +111,7 @@ class Telemetry:
         self._lock = threading.Lock()
         self._attempts: dict[AttemptKey, _Attempt] = {}
         self._ended: dict[AttemptKey, _Ended] = {}
-        self._newest: dict[RankKey, tuple[float, tuple[int, int, int]]] = {}  # start, process
-        self._names: dict[tuple[str, str], float] = {}  # last push of each tenant and run, the oldest first
-        self._pid_namespace = own_pid_namespace()
+        self._admission = Admission(clock)
         self._pushes = self_counter(m.FLOPWATCH_OTLP_PUSHES_TOTAL, registry)
         for outcome in OUTCOMES.split():
             self._pushes.labels(outcome)
@@ -164,19 +143,20 @@ class Telemetry:
     def ask(self, deadline: float) -> Reading:
         """Return the samples of live ranks, and how long their processes have been blocked."""
         with self._lock:
-            live = [rank for attempt in self._attempts.values() for rank in attempt.live]
             clock = self._clock()
-            samples = [sample for rank in live for sample in (*rank.push.samples, *_blocked(rank, clock))]
+            samples = [sample for rank in self._served() for sample in (*rank.push.samples, *_blocked(rank, clock))]
         return Reading(samples, at=self._now())
 
     def check(self) -> None:
         """End ranks whose process has ended or that have not pushed for `rank_timeout`."""
-        self._find_processes()
+        with self._lock:
+            new = [rank for attempt in self._attempts.values() for rank in attempt.live if rank.pid is None]
+        self._admission.locate(new)
         with self._lock:
             clock = self._clock()
             for attempt in self._attempts.values():
                 for rank in attempt.live:
-                    if self._gone(rank) if rank.watch is None else not rank.watch.look(clock):
+                    if self._admission.gone(rank) if rank.watch is None else not rank.watch.look(clock):
                         self._end(attempt, rank, "gone")
                     elif clock - rank.received > self._settings.rank_timeout:
                         self._end(attempt, rank, "silent")
@@ -189,7 +169,11 @@ class Telemetry:
                 if attempt.changes > attempt.delivered:
                     try:
                         attempt.entries = self._evidence(self._scene(attempt))
-                        due[key] = attempt.changes, self._records(key, attempt, attempt.entries)
+                        records = self._records(key, attempt, attempt.entries)
+                        rivals = [self._attempts[rival] for rival in attempt.rivals if rival in self._attempts]
+                        if any(rival.live or attempt.live for rival in rivals):
+                            records = [{**record, "overlaps": True} for record in records]
+                        due[key] = attempt.changes, records
                     except Exception:
                         # The records of other attempts must still be sent.
                         log.exception("no record run=%s attempt=%s", key[1], key[2])
@@ -265,82 +249,61 @@ class Telemetry:
             del self._ended[next(iter(self._ended))]
 
     def _take(self, push: Push) -> None:
-        key: RankKey = push.tenant, push.run, push.rank
-        newest = self._newest.get(key)
-        if newest is not None and push.started < newest[0] and push.process != newest[1]:
-            raise Refused("stale_process", f"a newer process is rank {push.rank} of run {push.run!r}")
-        live = [(other, rank) for other, attempt in self._attempts.items() for rank in attempt.live]
-        if any((other[1], rank.push.rank) == key[1:] and other[0] != push.tenant for other, rank in live):
-            raise Refused("conflict", f"rank {push.rank} of run {push.run!r} is another tenant's on this node")
-        if not any((*other[:2], rank.push.rank) == key for other, rank in live):
-            runs = {other[:2] for other, _ in live}
-            if len(live) >= MAX_RANKS or (key[:2] not in runs and len(runs) >= MAX_RUNS):
-                raise Refused("limit", f"this node takes at most {MAX_RANKS} ranks of {MAX_RUNS} runs")
+        live = [(key, rank) for key, attempt in self._attempts.items() for rank in attempt.live]
         own: AttemptKey = push.tenant, push.run, push.attempt
         attempt = self._attempts.get(own, _Attempt())
         if push.rank not in attempt.ranks and len(attempt.ranks) >= MAX_RANKS:
             raise Refused("limit", f"this node takes at most {MAX_RANKS} ranks of an attempt, ended ones included")
+        user, replaced, rivals = self._admission.admit(push, live)
+        if not attempt.live:  # another attempt that is served goes on to be
+            self._attempts.pop(own, None)
         self._attempts[own] = attempt
         self._ended.pop(own, None)
-        self._remember(key[:2])
-        self._newest.pop(key, None)
-        self._newest[key] = push.started, push.process
-        while len(self._newest) > 4 * MAX_RANKS:
-            del self._newest[next(iter(self._newest))]
-        for other, rank in live:
-            if other[:2] == own[:2] and other != own and rank.push.rank == push.rank:
-                self._end(self._attempts[other], rank, "gone" if self._gone(rank) else "replaced")
+        for key, rank in replaced:
+            self._end(self._attempts[key], rank, "gone" if self._admission.gone(rank) else "replaced")
+        for key in rivals:
+            attempt.rivals.add(key)
+            self._attempts[key].rivals.add(own)
+            log.warning("two attempts at once run=%s attempts=%s,%s", push.run, key[2], push.attempt)
         before = attempt.ranks.get(push.rank)
         if before is not None and before.push.process != push.process:
             before = None
-        newcomer = _Rank(push, self._clock(), refused=evidence.out_of_memory(push, before.refused if before else None))
+        stamped, push = push.at, push.timed(before.began if before is not None else None)
+        newcomer = Rank(
+            push,
+            self._clock(),
+            wall=self._now() + push.at - stamped,
+            began=before.began if before is not None else push.at - push.age,
+            refused=evidence.out_of_memory(push, before.refused if before is not None else None),
+            user=user,
+        )
         if before is not None and before.end is None:  # else it is not watched any more
             newcomer.pid, newcomer.watch = before.pid, before.watch
         attempt.ranks[push.rank] = newcomer
         attempt.changes += 1
         if push.status is not None:
             self._end(attempt, newcomer, "finished")
-        ended = [other for other, attempt in self._attempts.items() if not attempt.live]
-        for other in ended[: max(0, len(ended) - MAX_UNDELIVERED)]:
-            del self._attempts[other]
+        # A user whose runs end in great number must not displace the records of others.
+        ended = [key for key, one in self._attempts.items() if not one.live and one.user == user]
+        for key in ended[: max(0, len(ended) - MAX_UNDELIVERED)]:
+            del self._attempts[key]
 
-    def _remember(self, run: tuple[str, str]) -> None:
-        """Record that a run pushed. Raises Refused if there were too many different runs in the last hour."""
-        now, last = self._clock(), self._names.pop(run, None)
-        while self._names and now - next(iter(self._names.values())) > 3600:
-            del self._names[next(iter(self._names))]
-        if last is None and len(self._names) >= MAX_NAMES:
-            raise Refused("limit", f"this node takes at most {MAX_NAMES} different runs in an hour")
-        self._names[run] = now
+    def _served(self) -> list[Rank]:
+        """Return the live ranks to serve. Of attempts in conflict, only the first is served, and none is merged."""
+        taken: set[tuple[str, int]] = set()
+        served: list[Rank] = []
+        for (_, run, _), attempt in self._attempts.items():
+            names = {(run, rank.push.rank) for rank in attempt.live}
+            if taken.isdisjoint(names):
+                taken |= names
+                served += attempt.live
+        return served
 
-    def _find_processes(self) -> None:
-        with self._lock:
-            new = [rank for attempt in self._attempts.values() for rank in attempt.live if rank.pid is None]
-        inside: dict[Process, list[_Rank]] = {}
-        for rank in new:
-            push = rank.push
-            own = push.pid > 0 and push.pid_namespace not in (0, self._pid_namespace)
-            if own and push.pid_start_ticks > 0:
-                inside.setdefault((push.pid, push.pid_start_ticks), []).append(rank)
-        outer = pids(inside.keys()) if inside else {}
-        for rank in new:
-            push = rank.push
-            here = push.pid > 0 and push.pid_namespace != 0 and push.pid_namespace == self._pid_namespace
-            rank.pid = push.pid if here else outer.get((push.pid, push.pid_start_ticks), 0)
-            if rank.pid:
-                rank.watch = ProcessWatch(rank.pid, push.pid_start_ticks)
-
-    def _gone(self, rank: _Rank) -> bool:
-        push = rank.push
-        here = push.pid > 0 and push.pid_namespace != 0 and push.pid_namespace == self._pid_namespace
-        pid = rank.pid or (push.pid if here else 0)
-        return pid > 0 and not process_alive(pid, push.pid_start_ticks)
-
-    def _end(self, attempt: _Attempt, rank: _Rank, how: str) -> None:
+    def _end(self, attempt: _Attempt, rank: Rank, how: str) -> None:
         rank.end, rank.ended_at = how, self._now()
         attempt.changes += 1
         if how == "gone":
-            attempt.gone_at = rank.ended_at
+            attempt.gone_at = rank.wall + self._clock() - rank.received
             rank.exited = rank.watch.ended() if rank.watch is not None else ("", "")
         rank.watch = None
         log.info("rank ended run=%s rank=%d reason=%s", rank.push.run, rank.push.rank, how)
@@ -367,11 +330,11 @@ class Telemetry:
             ],
         )
 
-    def _host_pid(self, rank: _Rank) -> int:
+    def _host_pid(self, rank: Rank) -> int:
         """Return the pid of a rank in the host's namespace, as in the kernel log, 0 if it is unknown."""
         if rank.push.pid_namespace == HOST_PIDS:
             return rank.push.pid
-        return rank.pid or 0 if self._pid_namespace == HOST_PIDS else 0
+        return rank.pid or 0 if self._admission.pid_namespace == HOST_PIDS else 0
 
     def _evidence(self, scene: EvidenceScope, until: float = math.inf) -> list[Entry]:
         node = self._evidence_log.entries(None if scene.gpus is None else frozenset(scene.gpus), scene.since, until)
@@ -421,7 +384,7 @@ class Telemetry:
         return [until, {**record, "t": max(attempt.gone_at, record["t"]), "gone": True}]
 
 
-def _blocked(rank: _Rank, clock: float) -> list[Sample]:
+def _blocked(rank: Rank, clock: float) -> list[Sample]:
     """Return how long a rank's process has been stopped or uninterruptible, 0 for each if not. Empty if unobserved."""
     if rank.watch is None or not rank.watch.state:
         return []

@@ -29,9 +29,10 @@ from flopwatch.node.collectors import StateFile
 from flopwatch.node.scrape.exposition import Exposition
 from flopwatch.node.telemetry import ledger_client as forwarding
 from flopwatch.node.telemetry import otlp, process_exit
+from flopwatch.node.telemetry.admission import MAX_NAMES, MAX_RANKS, MAX_RUNS, own_pid_namespace
 from flopwatch.node.telemetry.ledger_client import Embedded, Forward, Outcomes, Remote
 from flopwatch.node.telemetry.otlp import JSON, MAX_BYTES, PROTOBUF, Push, Refused
-from flopwatch.node.telemetry.ranks import MAX_NAMES, MAX_RANKS, MAX_RUNS, Record, Telemetry, own_pid_namespace
+from flopwatch.node.telemetry.ranks import Record, Telemetry
 from flopwatch.settings import ExporterSettings
 from tests.support.ledger_server import eventually, ledger_server
 from tests.support.machine import PATIENCE, reserved_port, until
@@ -195,7 +196,7 @@ def test_an_older_hook_may_lack_a_label_that_an_info_row_has_gained() -> None:
         {"rank": "0"},
         {"rank": 1 << 24},
         {"start_unix": 0},
-        {"start_unix": START + 1000},
+        {"start_unix": START + 100_000},
         {"start_unix": float("nan")},
         {"status": "fine"},
     ],
