@@ -175,11 +175,8 @@ class Reporters:
             return
         if record.t <= self._expected_until(name):
             return
-        last = self.others.get(name)
-        if last is None:
-            times = record.t, received, record.t, record.age, received, record.step
-            self.others[name] = OtherAttempt(*times, record.overlaps)
-        elif record.t > last.last and record.age > last.age:
+        last = self.others.get(name, OtherAttempt(record.t, received, -inf, -inf, received))
+        if record.t > last.last and record.age > last.age:
             step = record.step if last.first_step is None else last.first_step
             certain = last.certain or record.overlaps
             self.others[name] = OtherAttempt(*last[:2], record.t, record.age, received, step, certain)
@@ -197,18 +194,15 @@ class Reporters:
         if over is None or other is None or record.activity is None:
             return False
         newer = record.t > other.last and record.age > other.age
-        if other.certain:
-            return newer
-        if record.end is not None or record.step is None:
-            return False
+        if other.certain or record.end is not None or record.step is None:
+            return newer and other.certain
         made_steps = other.first_step is not None and record.step > other.first_step
         return self._overlaps(record.attempt, other) and newer and made_steps and record.t - over > _TAKEOVER_AFTER
 
     def keep_current(self) -> None:
         """Remember the current attempt, which goes on while the next one is accounted for."""
         attempt = self.current
-        node = max(self.nodes.values(), key=lambda x: x.t, default=None)
-        if node is not None and attempt.end is None:
+        if (node := self.nodes.get(attempt.leader)) is not None:
             self.others[attempt.id] = OtherAttempt(node.t, node.met, node.t, node.age, node.heard, attempt.step, True)
 
     def is_outlived(self, t: float) -> bool:

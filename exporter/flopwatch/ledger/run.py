@@ -85,8 +85,6 @@ class RunLedger:
                 self._end_run(last)
             return
         if place == "next":
-            if record.overlaps and self.attempt is not None:
-                self.reporters.keep_current()
             self._open(record)
         self._observe(record, received)
         if record.end is not None:
@@ -112,7 +110,7 @@ class RunLedger:
         later, news = born is not None and born > attempt.start, record.t > self.buckets.frontier
         if self.ended is not None:
             # An attempt that began earlier but reports only now is live. Its first report may take long.
-            return "next" if news and (later or record.end is None) else "late"
+            return "next" if news and (later or (born is not None and record.end is None)) else "late"
         # When attempts overlap, the later start owns the clock for as long as it is live.
         return "next" if later or (news and not self.reporters.any_live(record.t)) else "late"
 
@@ -136,6 +134,8 @@ class RunLedger:
             if self.submitted is not None:
                 buckets.seconds["queue"] = max(0.0, at - self.submitted)
         elif last.end is None:
+            if record.overlaps:
+                self.reporters.keep_current()
             self._close(at, "silent", "down")
         else:
             if self.ended is not None and self.ended == last.end:  # the run did not end after all
@@ -260,10 +260,7 @@ class RunLedger:
             self._close(record.t, end, "other" if end in END_OF_RUN else "lost", goes_on=record.overlaps)
 
     def _close(self, at: float, end: str, rest: str, *, goes_on: bool = False) -> None:
-        """End the attempt at `at` with status `end`. The time after its last report goes to the bucket `rest`.
-
-        `goes_on`: another attempt of the run is live.
-        """
+        """End the attempt at `at`, and the run unless it `goes_on`. The time after the last report goes to `rest`."""
         attempt, buckets, nodes = self.reporters.current, self.buckets, self.reporters.nodes
         last_report, hung = attempt.start, 0.0
         if nodes:

@@ -9,12 +9,12 @@ import math
 import os
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from flopwatch.node.telemetry.evidence import EventCount
 from flopwatch.node.telemetry.otlp import Push, Refused
-from flopwatch.node.telemetry.process_exit import Process, ProcessWatch, owner, pids, process_alive
+from flopwatch.node.telemetry.process_exit import ProcessWatch, pids, process_alive
 
 MAX_RANKS = 64  # live ranks of one user. All pushes without a live pid share the budget of one user
 MAX_RUNS = 16
@@ -24,8 +24,6 @@ SEARCH_INTERVAL = 1.0  # seconds between two searches of /proc during a push
 
 RankKey = tuple[str, str, int]  # tenant, run, rank
 AttemptKey = tuple[str, str, str]  # tenant, run, attempt
-
-_SLURM_STEP = re.compile(r"slurm-\d+\.\d+")
 
 
 @dataclass
@@ -46,14 +44,7 @@ class Rank:
 
 
 LiveRank = tuple[AttemptKey, Rank]
-
-
-class Admitted(NamedTuple):
-    """User of an admitted push, the ranks that it replaces, and the attempts that it is in conflict with."""
-
-    user: int | None
-    replaced: list[LiveRank]
-    rivals: list[AttemptKey]
+Admitted = tuple[int | None, list[LiveRank], list[AttemptKey]]  # user, ranks that end, attempts in conflict
 
 
 def own_pid_namespace() -> int:
@@ -66,12 +57,8 @@ def own_pid_namespace() -> int:
 
 def same_job(one: str, other: str) -> bool:
     """Return whether two attempts are of one Slurm step or one launch. Their names differ only in restart counts."""
-    return _job(one) == _job(other)
-
-
-def _job(attempt: str) -> str:
-    step = _SLURM_STEP.match(attempt)
-    return step[0] if step is not None else attempt.rpartition("-")[0] or attempt
+    steps = [re.match(r"slurm-\d+\.\d+|.+(?=-)|.*", attempt) for attempt in (one, other)]
+    return len({step and step[0] for step in steps}) == 1
 
 
 class Admission:
@@ -79,27 +66,24 @@ class Admission:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.pid_namespace = own_pid_namespace()
-        self._clock = clock
-        self._searched = -math.inf
+        self._clock, self._searched = clock, -math.inf
         self._newest: dict[RankKey, tuple[float, tuple[int, int, int], str]] = {}  # start, process, attempt
         self._names: dict[tuple[str, str], float] = {}  # last push of each tenant and run, the oldest first
 
     def admit(self, push: Push, live: Sequence[LiveRank]) -> Admitted:
-        """Decide about a push, given the live ranks of this host. Raises Refused."""
+        """Return the user of a push, which live ranks it replaces, and which it is in conflict with. Raises Refused."""
         own: AttemptKey = push.tenant, push.run, push.attempt
         same_rank = [(key, rank) for key, rank in live if (key[1], rank.push.rank) == (push.run, push.rank)]
         known = next((rank for key, rank in same_rank if key == own and rank.push.process == push.process), None)
-        if known is not None:
-            admitted = Admitted(known.user, [], [])
-        else:
+        admitted: Admitted = (known.user if known is not None else None), [], []
+        if known is None:
             admitted = self._decide(push, self._user(push, search=bool(same_rank)), same_rank)
-            replaced = [id(rank) for _, rank in admitted.replaced]
-            others = [one for one in live if id(one[1]) not in replaced]
-            if admitted.user is None and self._exceeded(own, None, others):
-                admitted = admitted._replace(user=self._user(push, search=True))
-            if limit := self._exceeded(own, admitted.user, others):
+            others = [one for one in live if one not in admitted[1]]
+            if admitted[0] is None and self._exceeded(own, None, others):
+                admitted = self._user(push, search=True), *admitted[1:]
+            if limit := self._exceeded(own, admitted[0], others):
                 raise Refused("limit", f"this node takes at most {limit}")
-        if admitted.user is None:
+        if admitted[0] is None:
             self._names.pop(own[:2], None)
             self._names[own[:2]] = self._clock()
         key: RankKey = push.tenant, push.run, push.rank
@@ -112,36 +96,34 @@ class Admission:
         return admitted
 
     def _decide(self, push: Push, user: int | None, same_rank: Sequence[LiveRank]) -> Admitted:
-        """Return which ranks a process replaces and which it is in conflict with. Raises Refused."""
         which = f"rank {push.rank} of run {push.run!r}"
+        stale = Refused("stale_process", f"a newer process is {which}")
         newest = self._newest.get((push.tenant, push.run, push.rank))
         if newest is not None and push.process != newest[1] and push.is_older(*newest[:2]):
             hidden = push.pid > 0 and push.pid_namespace not in (0, self.pid_namespace)
             if (user is None and not hidden) or same_job(push.attempt, newest[2]):
-                raise Refused("stale_process", f"a newer process is {which}")
-        replaced: list[LiveRank] = []
-        rivals: list[AttemptKey] = []
+                raise stale
+        admitted: Admitted = user, [], []
         for key, rank in same_rank:
             theirs = self._user(rank.push, rank.pid or 0)
             related = theirs == user and same_job(push.attempt, rank.push.attempt)
-            newer = not push.is_older(rank.push.started, rank.push.process)
-            if push.process == rank.push.process and key[0] == push.tenant:
-                replaced.append((key, rank))  # a second run of one process
-            elif self.gone(rank) or (theirs is None and user is not None):
-                replaced.append((key, rank))
+            older = push.is_older(rank.push.started, rank.push.process)
+            same = push.process == rank.push.process and key[0] == push.tenant  # a second run of one process
+            if same or self.gone(rank) or (theirs is None and user is not None):
+                admitted[1].append((key, rank))
             elif theirs is not None and user is None:
                 raise Refused("conflict", f"a live process is {which}, and this push has no live pid")
             elif key[0] != push.tenant:
                 raise Refused("conflict", f"{which} is another tenant's on this node")
-            elif related and not newer:
-                raise Refused("stale_process", f"a newer process is {which}")
-            elif related or (user is None and newer):  # without live pids the newest counts until the other pushes
-                replaced.append((key, rank))
+            elif related and older:
+                raise stale
+            elif related or (user is None and not older):  # without live pids the newest counts until the other pushes
+                admitted[1].append((key, rank))
             elif key[2] == push.attempt:
                 raise Refused("conflict", f"{which} is another user's in this attempt")
             else:
-                rivals.append(key)
-        return Admitted(user, replaced, rivals)
+                admitted[2].append(key)
+        return admitted
 
     def _exceeded(self, own: AttemptKey, user: int | None, others: Sequence[LiveRank]) -> str:
         """Return the limit that one more rank of a user would exceed, or an empty text."""
@@ -151,45 +133,38 @@ class Admission:
                 return f"{factor * MAX_RANKS} ranks of {factor * MAX_RUNS} runs" + " of one user" * (factor == 1)
         while self._names and self._clock() - next(iter(self._names.values())) > 3600:
             del self._names[next(iter(self._names))]
-        if user is None and own[:2] not in self._names and len(self._names) >= MAX_NAMES:
-            return f"{MAX_NAMES} different runs without a live pid in an hour"
-        return ""
+        full = user is None and own[:2] not in self._names and len(self._names) >= MAX_NAMES
+        return f"{MAX_NAMES} different runs without a live pid in an hour" if full else ""
 
     def _user(self, push: Push, pid: int = 0, *, search: bool = False) -> int | None:
-        """Return the uid of a push's process, None unless that is alive. `pid` is its pid in this namespace, if known.
-
-        With `search`, look in /proc for the process of another namespace.
-        """
-        if push.pid <= 0 or push.pid_namespace == 0 or push.pid_start_ticks <= 0:
+        """Return the uid of a push's process, -1 if /proc hides it, and None unless the process is known to live."""
+        process = push.process[1:]
+        if min(push.process) <= 0:
             return None
-        if push.pid_namespace == self.pid_namespace:
-            pid = push.pid
-        elif pid == 0 and search and self._clock() - self._searched >= SEARCH_INTERVAL:
+        pid = self._pid_here(push) or pid
+        if pid == 0 and search and self._clock() - self._searched >= SEARCH_INTERVAL:
             self._searched = self._clock()
-            process = push.pid, push.pid_start_ticks
             pid = pids([process]).get(process, 0)
-        return owner(pid, push.pid_start_ticks) if pid > 0 else None
+        if pid == 0 or not process_alive(pid, push.pid_start_ticks):
+            return None
+        with suppress(OSError):
+            return os.stat(f"/proc/{pid}").st_uid
+        return -1
 
     def locate(self, ranks: Sequence[Rank]) -> None:
         """Find the pids of ranks in this namespace, and observe their processes."""
-        inside: dict[Process, list[Rank]] = {}
+        hidden = [one.push.process[1:] for one in ranks if min(one.push.process) > 0 and not self._pid_here(one.push)]
+        outer = pids(hidden) if hidden else {}
         for rank in ranks:
             push = rank.push
-            own = push.pid > 0 and push.pid_namespace not in (0, self.pid_namespace)
-            if own and push.pid_start_ticks > 0:
-                inside.setdefault((push.pid, push.pid_start_ticks), []).append(rank)
-        outer = pids(inside.keys()) if inside else {}
-        for rank in ranks:
-            push = rank.push
-            rank.pid = self._pid_here(push) or outer.get((push.pid, push.pid_start_ticks), 0)
+            rank.pid = self._pid_here(push) or outer.get(push.process[1:], 0)
             if rank.pid:
                 rank.watch = ProcessWatch(rank.pid, push.pid_start_ticks)
                 rank.user = self._user(push, rank.pid)
 
     def gone(self, rank: Rank) -> bool:
         """Return whether the process of a rank has ended. False if it cannot be seen."""
-        pid = rank.pid or self._pid_here(rank.push)
-        return pid > 0 and not process_alive(pid, rank.push.pid_start_ticks)
+        return (pid := rank.pid or self._pid_here(rank.push)) > 0 and not process_alive(pid, rank.push.pid_start_ticks)
 
     def _pid_here(self, push: Push) -> int:
         """Return the pid of a push if it is in the namespace of this process, else 0."""

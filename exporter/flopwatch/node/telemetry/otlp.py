@@ -81,10 +81,8 @@ class Push:
         return math.fsum(value for row, _, value in self.samples if row is m.TRAINING_ACTIVITY_SECONDS_TOTAL)
 
     def timed(self, began: float | None) -> Push:
-        """Return the push with its stamps by the clock of the first push, which gave the process's start as `began`.
-
-        A later step forward is left out. A step back is left to the ledger, which needs it for the next attempt.
-        """
+        """Return the push with its stamps by the clock of the first push, which gave the process's start as `began`."""
+        # A step back is left to the ledger, which needs it for the next attempt.
         age, at = self.age, self.at
         if began is not None and 0 < began + age < at - MAX_CLOCK_ERROR:
             at = began + age

@@ -29,16 +29,6 @@ def process_alive(pid: int, start_ticks: int) -> bool:
     return process_state(pid, start_ticks) not in ("Z", "X")
 
 
-def owner(pid: int, start_ticks: int) -> int | None:
-    """Return the uid of a process, -1 if /proc hides it, and None if it does not live."""
-    if not process_alive(pid, start_ticks):
-        return None
-    try:
-        return os.stat(f"/proc/{pid}").st_uid
-    except OSError:
-        return -1
-
-
 def process_state(pid: int, start_ticks: int) -> str:
     """Return the state of a process as in proc(5), X if it has ended, and an empty text if /proc hides it."""
     try:

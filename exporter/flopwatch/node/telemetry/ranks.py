@@ -49,12 +49,8 @@ class _Attempt:
     delivered: int = 0
     gone_at: float | None = None
     entries: list[Entry] = field(default_factory=list)  # evidence in the last record
+    user: int | None = None  # of its newest push
     rivals: set[AttemptKey] = field(default_factory=set)  # attempts that it was in conflict with
-
-    @property
-    def user(self) -> int | None:
-        """Return the user of the first rank."""
-        return next(iter(self.ranks.values())).user
 
     @property
     def live(self) -> list[Rank]:
@@ -169,11 +165,7 @@ class Telemetry:
                 if attempt.changes > attempt.delivered:
                     try:
                         attempt.entries = self._evidence(self._scene(attempt))
-                        records = self._records(key, attempt, attempt.entries)
-                        rivals = [self._attempts[rival] for rival in attempt.rivals if rival in self._attempts]
-                        if any(rival.live or attempt.live for rival in rivals):
-                            records = [{**record, "overlaps": True} for record in records]
-                        due[key] = attempt.changes, records
+                        due[key] = attempt.changes, self._records(key, attempt, attempt.entries)
                     except Exception:
                         # The records of other attempts must still be sent.
                         log.exception("no record run=%s attempt=%s", key[1], key[2])
@@ -260,7 +252,8 @@ class Telemetry:
         self._attempts[own] = attempt
         self._ended.pop(own, None)
         for key, rank in replaced:
-            self._end(self._attempts[key], rank, "gone" if self._admission.gone(rank) else "replaced")
+            if key != own:
+                self._end(self._attempts[key], rank, "gone" if self._admission.gone(rank) else "replaced")
         for key in rivals:
             attempt.rivals.add(key)
             self._attempts[key].rivals.add(own)
@@ -268,18 +261,13 @@ class Telemetry:
         before = attempt.ranks.get(push.rank)
         if before is not None and before.push.process != push.process:
             before = None
-        stamped, push = push.at, push.timed(before.began if before is not None else None)
-        newcomer = Rank(
-            push,
-            self._clock(),
-            wall=self._now() + push.at - stamped,
-            began=before.began if before is not None else push.at - push.age,
-            refused=evidence.out_of_memory(push, before.refused if before is not None else None),
-            user=user,
-        )
+        timed = push.timed(before.began if before is not None else None)
+        began = before.began if before is not None else timed.at - timed.age
+        newcomer = Rank(timed, self._clock(), self._now() + timed.at - push.at, began, user=user)
+        newcomer.refused = evidence.out_of_memory(timed, before.refused if before is not None else None)
         if before is not None and before.end is None:  # else it is not watched any more
             newcomer.pid, newcomer.watch = before.pid, before.watch
-        attempt.ranks[push.rank] = newcomer
+        attempt.ranks[push.rank], attempt.user = newcomer, user
         attempt.changes += 1
         if push.status is not None:
             self._end(attempt, newcomer, "finished")
@@ -294,9 +282,8 @@ class Telemetry:
         served: list[Rank] = []
         for (_, run, _), attempt in self._attempts.items():
             names = {(run, rank.push.rank) for rank in attempt.live}
-            if taken.isdisjoint(names):
-                taken |= names
-                served += attempt.live
+            served += attempt.live if taken.isdisjoint(names) else []
+            taken |= names
         return served
 
     def _end(self, attempt: _Attempt, rank: Rank, how: str) -> None:
@@ -309,26 +296,14 @@ class Telemetry:
         log.info("rank ended run=%s rank=%d reason=%s", rank.push.run, rank.push.rank, how)
 
     def _scene(self, attempt: _Attempt) -> EvidenceScope:
-        ranks = [attempt.ranks[number] for number in sorted(attempt.ranks)]
-        pushes = [rank.push for rank in ranks]
-        gpus = evidence.gpus_of(pushes)
-        return EvidenceScope(
-            min(push.started for push in pushes) - evidence.BEFORE,
-            None if gpus is None else sorted(gpus),
-            [
-                RankEnd(
-                    rank.push.rank,
-                    rank.push.started,
-                    rank.push.at,
-                    self._host_pid(rank),
-                    rank.push.ended_by,
-                    rank.refused,
-                    rank.ended_at if rank.end == "gone" else None,
-                    rank.exited,
-                )
-                for rank in ranks
-            ],
-        )
+        ranks = [rank for _, rank in sorted(attempt.ranks.items())]
+        gpus, ends = evidence.gpus_of(rank.push for rank in ranks), []
+        for rank in ranks:
+            push, gone_at = rank.push, rank.ended_at if rank.end == "gone" else None
+            place = push.rank, push.started, push.at, self._host_pid(rank)
+            ends.append(RankEnd(*place, push.ended_by, rank.refused, gone_at, rank.exited))
+        since = min(rank.push.started for rank in ranks) - evidence.BEFORE
+        return EvidenceScope(since, None if gpus is None else sorted(gpus), ends)
 
     def _host_pid(self, rank: Rank) -> int:
         """Return the pid of a rank in the host's namespace, as in the kernel log, 0 if it is unknown."""
@@ -373,6 +348,7 @@ class Telemetry:
             "peak_flops": sum(peaks) if peaks else None,
             "status": status,
             "waits": _waits(live),
+            "overlaps": any(self._attempts[one].live or live for one in attempt.rivals & self._attempts.keys()) or None,
             "evidence": entries or None,
             "pid": any(rank.pid for rank in attempt.ranks.values()) or None,
         }
