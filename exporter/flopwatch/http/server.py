@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import sys
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
@@ -147,7 +148,8 @@ class _Protocol(H11Protocol):
     """One HTTP connection with timeouts for slow requests and for slow readers of a response.
 
     uvicorn bounds only the pause between two requests. A client that sends a request byte by byte would hold one of
-    `max_connections`. A client that reads a response byte by byte would hold the response in memory.
+    `max_connections`. A client that reads a response byte by byte would hold the response in memory. At
+    `max_connections`, a new connection takes the place of an idle one.
     """
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -157,6 +159,20 @@ class _Protocol(H11Protocol):
         # Pause writing as soon as one byte stays in the buffer. With TLS, 0 would never count as exceeded.
         transport.set_write_buffer_limits(high=1)
         self._request_timeout.start(self)
+        self._idle_since, self._address = self.loop.time(), self.client[0] if self.client else ""
+        self._make_room()
+
+    def _make_room(self) -> None:
+        """At the limit, abort the longest idle connection of the address with the most connections."""
+        if self.limit_concurrency is None or len(self.connections) < self.limit_concurrency:
+            return
+        others = [one for one in self.connections if isinstance(one, _Protocol) and one is not self]
+        counts = Counter(one._address for one in others)
+        idle = [one for one in others if one.cycle is None or one.cycle.response_complete]
+        if idle:
+            oldest = min(idle, key=lambda one: (-counts[one._address], one._idle_since))
+            self.connections.discard(oldest)
+            oldest.transport.abort()
 
     def data_received(self, data: bytes) -> None:
         """Receive bytes. The request's timeout runs until the headers are complete."""
@@ -171,6 +187,7 @@ class _Protocol(H11Protocol):
         self._request_timeout.stop()
         if self._answered:
             self._request_timeout.start(self, LINGER)
+        self._idle_since = self.loop.time()
         super().on_response_complete()
 
     @property
