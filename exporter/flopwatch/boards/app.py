@@ -80,7 +80,7 @@ def _as_json(status: int, body: bytes) -> bytes:
     """Return an error response of Prometheus as it is, and convert that of a proxy to Prometheus' JSON format."""
     try:
         json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         return _error(f"Prometheus answers {status}: {body[:500].decode(errors='replace')}")
     return body
 
@@ -96,7 +96,7 @@ def dashboards(folder: Path) -> dict[str, dict[str, Any]]:
         try:
             board = json.loads(file.read_text(encoding="utf-8"))
             uid, title = board["uid"], board["title"]
-        except (OSError, ValueError, LookupError, TypeError) as error:
+        except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
             raise SettingsError(
                 f"{file} is no dashboard: {type(error).__name__}: {error}; give --dashboards a folder "
                 "of dashboards as Grafana exports them"

@@ -101,7 +101,7 @@ def _flops(options: argparse.Namespace) -> dict[str, Any]:
 
     try:
         model = from_config(json.loads(options.config.read_text()))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise SettingsError(f"run: --config {options.config}: {error}") from None
     flops = model if options.seq_len is None else model.flops_per_token(options.seq_len, options.convention)
     return {"flops_per_token": flops, "convention": options.convention}

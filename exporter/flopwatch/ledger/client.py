@@ -71,7 +71,7 @@ class LedgerClient:
             raise self._refused(response)
         try:
             answer = response.json()
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise LedgerError(f"{self._url} does not answer as a ledger does: {error}") from None
         if not isinstance(answer, dict):
             raise LedgerError(f"{self._url} does not answer as a ledger does")
@@ -91,7 +91,7 @@ class LedgerClient:
         code = response.status_code
         try:
             detail = printable(response.json()["detail"])
-        except (ValueError, LookupError, TypeError):
+        except (ValueError, LookupError, TypeError, RecursionError):
             detail = ""
         if code == 401:
             wrong = "rejects the token" if self._token_file is not None else "requires a token"

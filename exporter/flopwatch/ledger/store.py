@@ -269,7 +269,7 @@ class Store:
             return self._connect()
         except SettingsError:
             raise
-        except (sqlite3.DatabaseError, ValueError, TypeError, LookupError) as error:
+        except (sqlite3.DatabaseError, ValueError, TypeError, LookupError, RecursionError) as error:
             # A subclass reports the disk, permissions or locks, and the file may be intact.
             if isinstance(error, sqlite3.DatabaseError) and type(error) is not sqlite3.DatabaseError:
                 raise

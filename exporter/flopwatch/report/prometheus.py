@@ -54,7 +54,15 @@ class PrometheusClient:
                 # POST, since a query may be longer than a URL.
                 response = http.post(f"{self._url}/api/v1/{endpoint}", data=parameters)
             result = response.json()["data"]["result"] if response.is_success else None
-        except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError, LookupError, TypeError) as error:
+        except (
+            httpx.HTTPError,
+            httpx.InvalidURL,
+            OSError,
+            ValueError,
+            LookupError,
+            TypeError,
+            RecursionError,
+        ) as error:
             reason = str(error) or type(error).__name__
             raise SettingsError(
                 f"{self._url} does not answer as a Prometheus does: {reason}; is --prometheus right?"

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from flopwatch.catalogue import Metric, Sample
 
 log = logging.getLogger(__name__)
+MAX_DEPTH = 64  # levels of a state file, far more than any has, and few enough to write it again
 
 
 class Unsupported(Exception):
@@ -65,9 +66,12 @@ class StateFile:
         """Return the stored object, or an empty dict if the file is absent or invalid. An invalid file is set aside."""
         try:
             value = json.loads(self._path.read_bytes())
-            if isinstance(value, dict):
+            if not isinstance(value, dict):
+                problem = f"it contains {type(value).__name__} and no object"
+            elif _deeper(value, MAX_DEPTH):
+                problem = f"it has more than {MAX_DEPTH} levels"
+            else:
                 return value
-            problem = f"it contains {type(value).__name__} and no object"
         except FileNotFoundError:
             return {}
         except OSError as error:
@@ -98,6 +102,12 @@ class StateFile:
             return False
         self._saved, self._failing = text, False
         return True
+
+
+def _deeper(value: object, depth: int) -> bool:
+    """Return whether a decoded JSON value has more than `depth` levels of objects and lists."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return isinstance(value, (dict, list)) and (not depth or any(_deeper(one, depth - 1) for one in inner))
 
 
 class Inventory:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from flopwatch.node.collectors import StateFile
 from flopwatch.settings import SettingsError
 
 log = logging.getLogger(__name__)
@@ -114,7 +115,8 @@ def load(file: Path | None, state: Path) -> Expectations:
         if file is not None:
             return parse(file.read_text(errors="replace"), f"--expect {file}")
         learnt = learnt_file(state)
-        return parse(learnt.read_text(errors="replace"), str(learnt))
+        text = learnt.read_text(errors="replace")
+        return parse(text, str(learnt)) if StateFile(learnt).load() else Expectations()
     except FileNotFoundError:
         if file is None:
             return Expectations()

@@ -275,7 +275,7 @@ class _Child:
         self.asked_at = None
         try:
             return self._decoded(json.loads(line))
-        except (LookupError, TypeError, ValueError) as error:
+        except (LookupError, TypeError, ValueError, RecursionError) as error:
             # For example the child of another release that was installed under this process.
             raise _Exited(f"the answer cannot be decoded: {type(error).__name__}: {error}") from error
 
