@@ -7,11 +7,11 @@
      "evidence": [{"kind", "t", "count", "gpu", "port", "rank", "detail"}]}
 
 Required are t, run and event, and attempt for a start or snapshot. A finish without attempt ends the current attempt.
-`source` is the reporting host. `pid` is true if the host knows one of the run's processes, and `overlaps` while
-another attempt of the run is live on the host. `activity_seconds` and `model_flops` are cumulative for one process, the
-host's lowest live rank. `step` of a start is the step restored from a checkpoint. `waits` has cumulative seconds of each
-rank, and is absent unless all ranks of the host are measured. `evidence` has what the host observed: its count so far
-and the time of the last. Unknown fields are ignored.
+`source` is the reporting host. `pid` is true if the host knows one of the run's processes, and `overlaps` while another
+attempt of the run is live on the host. `activity_seconds` and `model_flops` are cumulative for one process, the host's
+lowest live rank. `step` of a start is the step restored from a checkpoint. `waits` has cumulative seconds of each rank,
+and is absent unless all ranks of the host are measured. `evidence` has what the host observed: its count so far and the
+time of the last. Unknown fields are ignored.
 """
 
 from __future__ import annotations
