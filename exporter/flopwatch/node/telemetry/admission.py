@@ -20,7 +20,7 @@ MAX_RANKS = 64  # live ranks of one user. All pushes without a live pid share th
 MAX_RUNS = 16
 MAX_USERS = 4  # budgets that a host has
 MAX_NAMES = 64  # of runs without a live pid in an hour, since the ledger keeps each run for a day
-SEARCH_INTERVAL = 1.0  # seconds between two searches of /proc during a push
+SEARCH_INTERVAL = 0.2  # seconds between two searches of /proc during a push
 
 RankKey = tuple[str, str, int]  # tenant, run, rank
 AttemptKey = tuple[str, str, str]  # tenant, run, attempt
