@@ -283,12 +283,19 @@ def test_a_signal_ends_it_soon_and_leaves_no_child(number: int, tmp_path: Path) 
     assert shortest(ending, 4) < 4  # two, on a machine busy with other tests
 
 
-def test_a_kill_leaves_no_child_either(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_kill_leaves_no_child_either(stopped: bool, tmp_path: Path) -> None:
     with exporter(tmp_path / "state", "--simulate", "h100x8") as node:
         node.wait_for("flopwatch_collector_success{collector=nvml}", 1)
         children = node.children()
+        for pid in children if stopped else ():
+            os.kill(pid, signal.SIGSTOP)
         node.end(signal.SIGKILL)
-        until(lambda: not any(map(alive, children)))
+        try:
+            until(lambda: not any(map(alive, children)))
+        finally:
+            for pid in filter(alive, children):
+                os.kill(pid, signal.SIGKILL)
 
 
 def test_an_exporter_that_is_killed_and_started_again_loses_no_second_of_the_ledger(tmp_path: Path) -> None:

@@ -155,8 +155,9 @@ class Store:
         for number, line in enumerate(lines, 1):
             try:
                 records.append(LedgerRecord.parse(line))
-                if records[-1].t > latest:
-                    raise RecordError(f"t: {records[-1].t:g} is more than a day ahead of this ledger's clock")
+                for name in ("t", "started", "submitted"):
+                    if (stamp := getattr(records[-1], name)) is not None and stamp > latest:
+                        raise RecordError(f"{name}: {stamp:g} is more than a day ahead of this ledger's clock")
             except RecordError as error:
                 raise RecordError(f"record {number}: {error}") from None
         delivery = _Delivery(records)

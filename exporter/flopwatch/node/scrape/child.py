@@ -1,9 +1,11 @@
 """Reader process: creates one collector, and reads it on request.
 
 `python -m flopwatch.node.scrape.child FACTORY ARGUMENTS_AS_JSON` answers each byte on stdin with a line of JSON on
-stdout. It ends when stdin is closed, as by its parent's death. One runs per source, so it imports little.
+stdout. It ends when stdin is closed, as by its parent's death, also if it is stopped then. One runs per source, so it
+imports little.
 """
 
+import ctypes
 import json
 import logging
 import os
@@ -12,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pkgutil import resolve_name
 from queue import SimpleQueue
 from typing import IO, Any
@@ -20,6 +23,7 @@ from flopwatch.catalogue import Metric, Sample
 from flopwatch.node.collectors import AccessLost, Collector, RestartReader, Unsupported
 
 EXIT_GRACE = 1.0  # seconds that a read may take after stdin was closed
+_SET_PDEATHSIG = 1  # PR_SET_PDEATHSIG in linux/prctl.h
 
 log = logging.getLogger(__name__)
 
@@ -107,6 +111,9 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGUSR1):  # Ctrl-C and --release are the parent's to handle
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    # A stopped process cannot see that stdin was closed. Its parent's death continues it.
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_SET_PDEATHSIG, signal.SIGCONT)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     # A driver library may print on stdout, which must not mix with the answers.
     pipe = os.fdopen(os.dup(1), "wb")

@@ -154,7 +154,7 @@ def push(resource: wire.ResourceMetrics, *, host: str, gpus: Mapping[str, str] |
     # A hook of an older release sends the identity as attributes of the resource.
     identity = _Attributes([*resource.resource.attributes, *(item for metric in metrics for item in metric.metadata)])
     tenant, run, attempt, rank, started, status = _identity(identity, now)
-    ended_by = identity.text("flopwatch.ended_by")
+    ended_by, submitted = identity.text("flopwatch.ended_by"), identity.real("flopwatch.submitted_unix")
     stamped = {"run": run, "rank": str(rank), "tenant": tenant, "attempt": attempt, "host": host}
     samples: dict[tuple[str, tuple[str, ...]], Sample] = {}
     refused, reason, foreign, newest = 0, "", False, 0
@@ -186,7 +186,7 @@ def push(resource: wire.ResourceMetrics, *, host: str, gpus: Mapping[str, str] |
         pid=identity.integer("flopwatch.pid") or 0,
         pid_namespace=identity.integer("flopwatch.pid_namespace") or 0,
         pid_start_ticks=identity.integer("flopwatch.pid_start_ticks") or 0,
-        submitted=identity.real("flopwatch.submitted_unix"),
+        submitted=submitted if submitted is not None and submitted <= now + _CLOCK_MARGIN else None,
         restored_step=identity.integer("flopwatch.restored_step"),
         open_step_seconds=identity.real("flopwatch.open_step_seconds"),
         status=status,

@@ -462,6 +462,15 @@ def test_a_stamp_from_the_future_is_now() -> None:
     assert node.records()[0]["t"] == START + 100
 
 
+@pytest.mark.parametrize("far", [1e30, 1e300])
+def test_a_push_with_times_of_the_far_future_is_refused_or_goes_without_them(far: float) -> None:
+    node = Node()
+    node.push(training(1, 1, START + 6, start_unix=far))
+    assert node.records() == []
+    node.push(training(1, 1, START + 6, submitted_unix=far))
+    assert [record.get("submitted") for record in node.records()] == [None]
+
+
 # The wire.
 
 
