@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -31,6 +32,7 @@ from bench.card.report import FAIL, INFO, Line, Report, Unavailable, run
 
 LEAST = 5.0  # seconds that must be left to begin a section
 NO_GPU = 2
+DRIVER_SECONDS = 120.0  # nvmlInit of eight GPUs takes 40 s without persistence mode
 
 
 @dataclass
@@ -76,6 +78,25 @@ def gpus_of(machine: Machine) -> list[Gpu]:
     if not gpus:
         raise Unavailable("the NVIDIA driver lists no GPU that answers. Run `nvidia-smi -L` to find the reason.")
     return gpus
+
+
+def answered(options: argparse.Namespace) -> list[Gpu]:
+    """Return the GPUs, within DRIVER_SECONDS. Raises Unavailable."""
+    found: list[list[Gpu]] = []
+    why: list[Unavailable] = []
+
+    def ask() -> None:
+        try:
+            found.append(gpus_of(machine_of(options)))
+        except Unavailable as error:
+            why.append(error)
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(DRIVER_SECONDS)
+    if found:
+        return found[0]
+    raise why[0] if why else Unavailable(f"the NVIDIA driver does not answer within {DRIVER_SECONDS:.0f} s.")
 
 
 def inside(options: argparse.Namespace) -> None:
@@ -171,7 +192,8 @@ def check(gpus: list[Gpu], options: argparse.Namespace, result: Result) -> None:
             if left < LEAST:
                 result.add(Line(INFO, f"{section.name}.time", "not run, because the time is over", gpu=label))
                 continue
-            lines, facts, recorded = outside(section, gpu, label, scale, left, options)
+            share = scale / len(gpus) if section.gpus == EACH else scale
+            lines, facts, recorded = outside(section, gpu, label, share, left, options)
             for line in lines:
                 result.add(line)
             result.facts[f"{section.name}{label}"] = facts
@@ -222,10 +244,12 @@ def main() -> int:
         inside(options)
         return 0
     try:
-        gpus = gpus_of(machine_of(options))
+        gpus = answered(options)
     except Unavailable as why:
-        print(f"bench.card: {why}", file=sys.stderr)
-        return NO_GPU
+        print(f"bench.card: {why}", file=sys.stderr, flush=True)
+        os._exit(NO_GPU)  # a thread may hang in the driver
+    if options.gpu not in [gpu.index for gpu in gpus]:
+        arguments.error(f"--gpu {options.gpu}: the GPUs are {', '.join(str(gpu.index) for gpu in gpus)}")
     result = Result(quiet=options.json)
     folder = options.out or ROOT / "card-reports" / datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S")
     if folder.exists():

@@ -43,13 +43,13 @@ def section(machine: Machine, gpus: list[Gpu], seconds: float, report: Report) -
 
 
 def series(machine: Machine, library: Any) -> set[str]:
-    """Return the names and labels of the series that a collector reads, without identities that are masked."""
+    """Return the series that a collector reads, without identities and those that depend on the load."""
     with tempfile.TemporaryDirectory() as state, closing(machine.collector(Path(state), library)) as collector:
         samples = collector.read()
     return {
         f"{row.name}{{{','.join((*labels[:1], *labels[2:]))}}}"
         for row, labels, _ in samples
-        if not row.name.endswith(("_info", "_processes", "_process_memory_bytes"))
+        if not row.name.endswith(("_info", "_processes", "_process_memory_bytes", "_clock_event_active"))
         and not row.name.startswith("flopwatch_")
     }
 

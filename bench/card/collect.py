@@ -77,7 +77,8 @@ def _release(machine: Machine, reader: Reader, seconds: float, report: Report) -
         return
     held = open_devices(child.process.pid)
     ended = reader.release()
-    report.check("release", ended, f"{len(held)} device files, then {'none' if ended else 'still open'}", "no process")
+    measured = f"{len(held)} device files, process {'ended' if ended else 'still runs'}"
+    report.check("release", ended, measured, "an ended process")
     reader.resume()
     report.check("resume", reader.ask(DEADLINE).ok, "samples again", "samples")
     child = reader._child

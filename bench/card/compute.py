@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from bench.card.jobs import Model, device_of, pushing, require_cuda, silent, value
+from bench.card.jobs import PUSH, Model, device_of, pushing, require_cuda, silent, value
 from bench.card.report import Report
 from flopwatch.flops import Transformer
 from flopwatch.flops.peaks import peak as peak_of
@@ -18,6 +18,7 @@ from flopwatch.training.torch.peak import Unmeasurable, sweep
 
 LAYERS, WIDTH, HEADS, VOCABULARY, LENGTH, BATCH = 2, 64, 2, 256, 32, 4
 LARGER = (16, 2048, 16, 32000, 2048, 4)  # layers, width, heads, vocabulary, length, batch: about 1B
+LARGE_MEMORY = 30 << 30  # bytes of GPU memory that the larger model needs
 STEPS = 4
 SHARE = 0.01
 LOADER_SECONDS = 0.2
@@ -28,7 +29,8 @@ PEAK_SHARE = (0.6, 1.0)  # of the data sheet's dense peak that matrix products r
 def flops(device: str, seconds: float, report: Report, larger: bool = True) -> None:
     """Compare counted FLOPs with the formula and with PyTorch's FlopCounterMode, and compute MFU on CUDA."""
     on = device_of(device)
-    sizes = LARGER if larger and on.type == "cuda" else (LAYERS, WIDTH, HEADS, VOCABULARY, LENGTH, BATCH)
+    large = larger and on.type == "cuda" and torch.cuda.mem_get_info()[1] >= LARGE_MEMORY
+    sizes = LARGER if large else (LAYERS, WIDTH, HEADS, VOCABULARY, LENGTH, BATCH)
     layers, width, heads, vocabulary, length, batch = sizes
     dtype = torch.bfloat16 if on.type == "cuda" else torch.float32
     model = Model(layers, width, heads, vocabulary).to(on, dtype)
@@ -144,6 +146,7 @@ def memory(device: str, seconds: float, report: Report) -> None:
     except torch.OutOfMemoryError:
         caught = True
     report.check("out_of_memory", caught, "caught" if caught else "no error", "an error that can be caught")
+    time.sleep(5 * PUSH)  # the thread that pushes asks the allocator
     statistics = torch.cuda.memory_stats()
     unused = statistics["reserved_bytes.all.current"] - statistics["allocated_bytes.all.current"]
     names = {

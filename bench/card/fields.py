@@ -12,10 +12,11 @@ from flopwatch.node.collectors.nvml import fields
 from flopwatch.node.collectors.nvml.card import GONE, OVER
 from flopwatch.node.collectors.nvml.fields import ALL_LINKS, DOUBLE, VALUE_MEMBERS, Key
 
-ENERGY, TEMPERATURE, MEMORY_TEMPERATURE = (83, 0), "nvmlDeviceGetTemperature", (82, 0)
+ENERGY, MEMORY_TEMPERATURE = (83, 0), (82, 0)
 PCIE_BYTES: list[Key] = [(197, 0), (198, 0)]
 ENERGY_SHARE = 0.01
 MEMORY_CELSIUS = (1, 120)
+UNAVAILABLE_CELSIUS = next(entry.highest for entry in fields.FAST if entry.key == MEMORY_TEMPERATURE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,7 @@ def section(machine: Machine, gpu: Gpu, seconds: float, report: Report) -> None:
     report.info("latency", ", ".join(f"{table} {sum_} us" for table, sum_ in latency.items()))
     _energy(machine, gpu, report)
     celsius = answers[MEMORY_TEMPERATURE].number
-    if celsius is None:
+    if celsius is None or celsius > UNAVAILABLE_CELSIUS:
         report.info("memory_temperature", answers[MEMORY_TEMPERATURE])
     else:
         report.within("memory_temperature", celsius, *MEMORY_CELSIUS, " C")

@@ -58,6 +58,7 @@ class Machine:
     kmsg: Path = Path("/dev/kmsg")
     simulated: Path | None = None
     smi_command: tuple[str, ...] = ("nvidia-smi",)
+    work_flags: tuple[str, ...] = ()
     activity: Mapping[int, tuple[float, float]] = field(
         default_factory=lambda: {2: (0.9, 1.01), 5: (0.7, 1.01), 10: (0.0, 0.4)}
     )
@@ -106,7 +107,7 @@ class Machine:
         """Keep a GPU busy with a kind of work during a `with` block, in another process. Raises Unavailable."""
         environ = dict(os.environ, CUDA_VISIBLE_DEVICES=gpu.uuid, PYTHONPATH=os.pathsep.join(filter(None, sys.path)))
         process = subprocess.Popen(
-            [sys.executable, "-m", "bench.card.work", kind],
+            [sys.executable, "-m", "bench.card.work", kind, *self.work_flags],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -130,6 +131,10 @@ class Machine:
         finally:
             process.kill()
             process.wait()
+            for stream in (process.stdin, process.stdout, process.stderr):
+                with contextlib.suppress(OSError):
+                    assert stream is not None
+                    stream.close()
 
 
 def _json_line(process: subprocess.Popen[str]) -> dict[str, Any]:
@@ -141,7 +146,7 @@ def _json_line(process: subprocess.Popen[str]) -> dict[str, Any]:
         line: dict[str, Any] = json.loads(process.stdout.readline())
     except ValueError:
         process.kill()
-        errors = (process.communicate()[1] or "").strip().splitlines()
+        errors = (process.stderr.read() if process.stderr is not None else "").strip().splitlines()
         return {"error": errors[-1] if errors else f"the work ended with status {process.returncode}"}
     return line
 

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from flopwatch.node.collectors.nvml.card import LACKING
+
 PASS, FAIL, INFO = "PASS", "FAIL", "INFO"
 
 
@@ -86,12 +88,15 @@ def shortened(items: Iterable[object], most: int = 12) -> str:
 
 
 def run(section: Callable[..., None], report: Report, *arguments: Any) -> None:
-    """Run a section. An exception becomes a FAIL line, and Unavailable becomes an INFO line."""
+    """Run a section. An exception is a FAIL line. Unavailable, and a call that the GPU lacks, is INFO."""
     try:
         section(*arguments, report)
     except Unavailable as why:
         report.info("unavailable", why)
     except Exception as error:
+        if type(error).__name__.startswith("NVMLError") and getattr(error, "value", None) in LACKING:
+            report.info("unavailable", error)
+            return
         place = error.__traceback__
         while place is not None and place.tb_next is not None:
             place = place.tb_next

@@ -31,7 +31,10 @@ Series = tuple[str, tuple[str, ...]]  # name of a family, labels after (gpu, uui
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """Row with its labels, paths in the XML that are added up, their unit, and the tolerance: share and absolute."""
+    """Row with its labels, paths in the XML, their unit, and the tolerance: share and absolute.
+
+    The numbers at all paths are added up. With `first`, the first number counts, because releases have different names.
+    """
 
     row: Metric
     paths: tuple[str, ...]
@@ -39,6 +42,7 @@ class Compared:
     unit: float = 1.0
     share: float = 0.0
     absolute: float = 0.0
+    first: bool = False
 
     @property
     def name(self) -> str:
@@ -71,17 +75,19 @@ SECONDS = {
     "hw_thermal_slowdown": "hw_therm_slowdown",
     "hw_power_brake_slowdown": "hw_power_brake",
 }
-# A sum has the paths that exist. Where names differ between releases, only one of them exists.
+# A sum has the paths that exist.
 TABLE: tuple[Compared, ...] = (
     Compared(
         m.GPU_POWER_WATTS,
         ("gpu_power_readings/average_power_draw", "gpu_power_readings/power_draw", "power_readings/power_draw"),
         share=0.15,
+        first=True,
     ),
     Compared(
         m.GPU_POWER_LIMIT_WATTS,
         ("gpu_power_readings/current_power_limit", "power_readings/enforced_power_limit"),
         absolute=0.5,
+        first=True,
     ),
     Compared(m.GPU_SM_CLOCK_HERTZ, ("clocks/sm_clock",), unit=1e6, share=0.05),
     Compared(m.GPU_MEMORY_CLOCK_HERTZ, ("clocks/mem_clock",), unit=1e6, share=0.05),
@@ -129,7 +135,7 @@ def printed(gpu: ElementTree.Element, compared: Compared) -> float | None:
     texts = [gpu.findtext(path) for path in compared.paths]
     found = [re.match(r"\s*(-?[0-9]+(?:\.[0-9]+)?)", each) for each in texts if each is not None]
     numbers = [float(match[1]) * compared.unit for match in found if match is not None]
-    return sum(numbers) if numbers else None
+    return None if not numbers else numbers[0] if compared.first else sum(numbers)
 
 
 def by_series(samples: list[Sample], gpu: Gpu) -> dict[Series, float]:

@@ -101,6 +101,12 @@ def test_without_a_driver_one_line_and_status_2() -> None:
     assert done.stderr.count("\n") == 1
 
 
+def test_a_gpu_that_does_not_exist_is_refused(node: SimulatedNode) -> None:
+    done = card("--simulated", node.root, "--gpu", 9)
+    assert done.returncode == 2
+    assert "--gpu 9: the GPUs are 0, 1, 2, 3, 4, 5, 6, 7" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

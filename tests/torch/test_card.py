@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import threading
 import time
@@ -10,13 +11,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pynvml
 import pytest
 import torch
 
 from bench.card import compute, device, graphs, identity, jobs, ranks, trainers, waits
 from bench.card.device import Sample
+from bench.card.machine import COPY, HOLD, MATMUL, Gpu, Machine
 from bench.card.plan import SECTIONS
-from bench.card.report import FAIL, INFO, PASS, Line, Report, run
+from bench.card.report import FAIL, INFO, PASS, Line, Report, Unavailable, run
 from tests.support import ROOT
 from tests.support.loops import seen_by
 
@@ -177,6 +180,27 @@ def test_other_tokens_fail() -> None:
     for tokens, steps, errors in ((1, 0, 0), (0, 1, 0), (0, 0, 1)):
         counted = trainers.TOKENS + tokens, trainers.STEPS + steps, float(errors)
         assert judged(trainers.compare, "lightning", *counted) == {"lightning": FAIL}
+
+
+GPU = Gpu(0, None, "GPU-0", "")
+
+
+def test_work_in_a_process_is_counted() -> None:
+    machine = Machine(pynvml, work_flags=("--cpu",))
+    for kind in (COPY, HOLD, MATMUL):
+        with machine.work(kind, GPU) as work:
+            time.sleep(0.2)
+        assert work.units > 0
+        assert work.seconds > 0.1
+        with pytest.raises(ProcessLookupError):
+            os.kill(work.pid, 0)
+
+
+def test_work_without_a_gpu_or_of_a_wrong_kind_is_unavailable() -> None:
+    with pytest.raises(Unavailable, match="finds no CUDA device"), Machine(pynvml).work(COPY, GPU):
+        pass
+    with pytest.raises(Unavailable, match="KeyError: 'x'"), Machine(pynvml, work_flags=("--cpu",)).work("x", GPU):
+        pass
 
 
 class HostEvent:

@@ -323,6 +323,12 @@ def test_a_section_that_raises_is_one_fail_and_keeps_its_lines(machine: Machine)
     assert found["error"].measured.startswith("NVMLError")
 
 
+def test_a_call_that_the_gpu_lacks_is_info(machine: Machine) -> None:
+    machine.node.fail("nvmlDeviceGetComputeRunningProcesses_v3", NOT_SUPPORTED)
+    found = lines(machine, activity.process)
+    assert [(line.status, line.measured) for line in found.values()] == [(INFO, "Not Supported")]
+
+
 def test_raw_answers_of_other_sections_join_the_capture(machine: Machine) -> None:
     report = Report("capture")
     gpus = machine.gpus()
