@@ -191,13 +191,18 @@ def ncu(machine: Machine, gpu: Gpu, seconds: float, report: Report) -> None:
             process.kill()
             printed = process.communicate()[0]
             counter.close()
-    last = (printed.strip().splitlines() or ["no output"])[-1]
+    ncu_lines(process.returncode, printed, refused, counter.activity.profiled, report)
+
+
+def ncu_lines(status: int, printed: str, refused: list[str], profiled: float, report: Report) -> None:
+    """Report the end of ncu, and the samples that were taken meanwhile. Without permission ncu is INFO."""
     if NCU_REFUSED in printed:
         report.info("ncu", f"{NCU_REFUSED}: profiling needs root here")
     else:
-        report.check("ncu", process.returncode == 0, f"status {process.returncode}, {last}", "status 0")
-    covered = f"{counter.activity.profiled:.1f} s of samples, {len(refused)} refused"
-    report.check("samples", not refused and counter.activity.profiled > 0, covered, "no refused sample")
+        last = (printed.strip().splitlines() or ["no output"])[-1]
+        report.check("ncu", status == 0, f"status {status}, {last}", "status 0")
+    covered = f"{profiled:.1f} s of samples, {len(refused)} refused"
+    report.check("samples", not refused and profiled > 0, covered, "no refused sample")
 
 
 def process(machine: Machine, gpu: Gpu, seconds: float, report: Report) -> None:

@@ -73,7 +73,7 @@ def _release(machine: Machine, reader: Reader, seconds: float, report: Report) -
     first = reader.ask(DEADLINE)
     report.check("reads", first.ok, first.reason or f"{len(first.samples)} samples", "samples")
     child: Any = reader._child
-    if child is None:
+    if child is None or not first.ok:
         return
     held = open_devices(child.process.pid)
     ended = reader.release()

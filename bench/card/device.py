@@ -69,9 +69,14 @@ def clock(device: str, seconds: float, report: Report) -> None:
         for mark, event, synced in pending
         if isinstance(mark, hook.Moment) and (at := mark.at()) is not None
     ]
-    report.check("marks", len(samples) == len(pending) and not errors, f"{len(samples)} {errors}", f"{len(pending)}")
+    marks_line(len(samples), len(pending), errors, report)
     report.info("mark_cost", f"p50 {quantile(cost, 0.5) * 1e6:.1f} us, p99 {quantile(cost, 0.99) * 1e6:.1f} us")
     compare(samples, report)
+
+
+def marks_line(found: int, wanted: int, errors: Sequence[str], report: Report) -> None:
+    """Report how many marks have a time, and the errors of CUDA."""
+    report.check("marks", found == wanted and not errors, f"{found} {' '.join(errors)}".strip(), f"{wanted}")
 
 
 def compare(samples: Sequence[Sample], report: Report) -> None:

@@ -10,7 +10,10 @@ from typing import Any
 
 import pytest
 
+from bench.card import collect
 from bench.card.plan import SECTIONS
+from bench.card.report import FAIL, Report, run
+from bench.card.simulated import SimulatedMachine
 from flopwatch.node.collectors.nvml import Nvml
 from simulator import nvml_replay as replay
 from simulator.host import SimulatedNode
@@ -91,6 +94,26 @@ def test_a_call_that_hangs_costs_its_own_section(node: SimulatedNode, tmp_path: 
     assert lines["layout.driver", "0"]["status"] == "INFO"
     assert lines["layout.deadline", "0"]["status"] == "FAIL"
     assert {line["status"] for (name, _), line in lines.items() if name == "events.time"} == {"INFO"}
+
+
+@pytest.mark.parametrize(
+    ("name", "limit", "fails"),
+    [
+        ("MEMORY_READS", 20, set()),
+        ("DEADLINE", 0.0, {"reads"}),
+        ("RESTART_SECONDS", -60.0, {"restart"}),
+        ("RESIDENT_LIMIT", 1, {"memory"}),
+    ],
+)
+def test_a_reader_is_released_restarted_and_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, limit: float, fails: set[str]
+) -> None:
+    monkeypatch.setattr(collect, name, limit)
+    machine = SimulatedMachine(tmp_path / "node")
+    report = Report("x")
+    run(collect.release, report, machine, machine.gpus(), 1.0)
+    assert {line.name.removeprefix("x.") for line in report.lines if line.status == FAIL} == fails, report.lines
+    assert len(report.lines) == (1 if name == "DEADLINE" else 5)
 
 
 def test_without_a_driver_one_line_and_status_2() -> None:

@@ -85,6 +85,11 @@ def test_marks_with_errors_fail(samples: list[Sample], fails: set[str]) -> None:
     assert {name for name, status in judged(device.compare, samples).items() if status == FAIL} == fails
 
 
+def test_marks_without_a_time_fail() -> None:
+    assert judged(device.marks_line, 9, 9, []) == {"marks": PASS}
+    assert judged(device.marks_line, 8, 9, []) == judged(device.marks_line, 9, 9, ["mark: lost"]) == {"marks": FAIL}
+
+
 def test_few_marks_are_info() -> None:
     assert judged(device.compare, marks()[1:5]) == {"error": INFO}
 

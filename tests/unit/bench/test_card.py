@@ -323,6 +323,24 @@ def test_a_section_that_raises_is_one_fail_and_keeps_its_lines(machine: Machine)
     assert found["error"].measured.startswith("NVMLError")
 
 
+@pytest.mark.parametrize(
+    ("status", "printed", "refused", "profiled", "expected"),
+    [
+        (0, "done", [], 2.0, [PASS, PASS]),
+        (1, "==ERROR== no kernel", [], 2.0, [FAIL, PASS]),
+        (1, "==ERROR== ERR_NVGPUCTRPERM", [], 2.0, [INFO, PASS]),
+        (0, "done", ["No Permission"], 2.0, [PASS, FAIL]),
+        (0, "", [], 0.0, [PASS, FAIL]),
+    ],
+)
+def test_a_profile_and_its_samples_are_judged(
+    status: int, printed: str, refused: list[str], profiled: float, expected: list[str]
+) -> None:
+    report = Report("ncu")
+    activity.ncu_lines(status, printed, refused, profiled, report)
+    assert [line.status for line in report.lines] == expected
+
+
 def test_a_call_that_the_gpu_lacks_is_info(machine: Machine) -> None:
     machine.node.fail("nvmlDeviceGetComputeRunningProcesses_v3", NOT_SUPPORTED)
     found = lines(machine, activity.process)
