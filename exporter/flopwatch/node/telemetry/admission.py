@@ -32,8 +32,7 @@ class Rank:
 
     push: Push
     received: float  # on the monotonic clock
-    wall: float  # Unix time of `received`, as the clock was at the first push
-    began: float  # Unix time of the process's start, as the clock was at the first push
+    lead: float  # of the wall clock over the monotonic clock at the process's first push
     end: str | None = None  # finished, gone, replaced or silent
     ended_at: float = 0.0  # Unix time
     refused: EventCount | None = None  # allocations that CUDA refused

@@ -39,7 +39,6 @@ NAME = re.compile(r"[A-Za-z0-9._:/@+-]{1,128}")
 # The type of an exception, for some with a detail: `KeyError`, `OSError ENOSPC`, `SystemExit 3`.
 ENDED_BY = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}( -?[A-Z0-9]{1,15})?")
 
-MAX_CLOCK_ERROR = 10.0  # seconds between the stamps and the age of a process, above which the clock was set
 _CLOCK_MARGIN = 24 * 3600.0  # seconds that a process may start in the future, as after a clock was set back
 _DATA = {"counter": "sum", "gauge": "gauge", "info": "gauge", "histogram": "histogram"}
 
@@ -75,19 +74,14 @@ class Push:
     reason: str = ""
     foreign_gpu: bool = False
 
-    @property
-    def age(self) -> float:
-        """Return the seconds that the process has lived, by its monotonic clock: the sum of its activities."""
-        return math.fsum(value for row, _, value in self.samples if row is m.TRAINING_ACTIVITY_SECONDS_TOTAL)
-
-    def timed(self, began: float | None) -> Push:
-        """Return the push with its stamps by the clock of the first push, which gave the process's start as `began`."""
-        # A step back is left to the ledger, which needs it for the next attempt.
-        age, at = self.age, self.at
-        if began is not None and 0 < began + age < at - MAX_CLOCK_ERROR:
-            at = began + age
-        # A start in the future is of a clock that was set back since then.
-        return replace(self, at=at, started=self.started if self.started <= at else at - age)
+    def stamped(self, now: float) -> Push:
+        """Return the push with its stamps as of `now`, the Unix time at which it was received."""
+        at = min(self.at, now)
+        if self.started <= at:
+            return replace(self, at=at)
+        # A start in the future is of a clock that was set back since then. The sum of the activities is the age.
+        ages = [value for row, _, value in self.samples if row is m.TRAINING_ACTIVITY_SECONDS_TOTAL]
+        return replace(self, at=at, started=at - math.fsum(ages))
 
     def is_older(self, started: float, process: tuple[int, int, int]) -> bool:
         """Return whether this process started before another one, by the kernel's clock where that can tell."""

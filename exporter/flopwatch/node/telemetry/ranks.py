@@ -33,6 +33,7 @@ from flopwatch.settings import ExporterSettings
 log = logging.getLogger(__name__)
 
 MAX_UNDELIVERED = 64  # ended attempts that the ledger has not accepted; beyond this the oldest is dropped
+MAX_CLOCK_ERROR = 10.0  # seconds between two clocks, above which one was set
 
 OUTCOMES = (
     "accepted partial stale_process invalid limit conflict foreign_gpu malformed too_large unauthorized "
@@ -261,10 +262,9 @@ class Telemetry:
         before = attempt.ranks.get(push.rank)
         if before is not None and before.push.process != push.process:
             before = None
-        timed = push.timed(before.began if before is not None else None)
-        began = before.began if before is not None else timed.at - timed.age
-        newcomer = Rank(timed, self._clock(), self._now() + timed.at - push.at, began, user=user)
-        newcomer.refused = evidence.out_of_memory(timed, before.refused if before is not None else None)
+        lead = before.lead if before is not None else self._now() - self._clock()
+        newcomer = Rank(push.stamped(self._steady(lead)), self._clock(), lead, user=user)
+        newcomer.refused = evidence.out_of_memory(newcomer.push, before.refused if before is not None else None)
         if before is not None and before.end is None:  # else it is not watched any more
             newcomer.pid, newcomer.watch = before.pid, before.watch
         attempt.ranks[push.rank], attempt.user = newcomer, user
@@ -286,11 +286,16 @@ class Telemetry:
             taken |= names
         return served
 
+    def _steady(self, lead: float) -> float:
+        """Return the Unix time without steps forward of the clock. A step back is left to the ledger."""
+        now, steady = self._now(), self._clock() + lead
+        return steady if now - steady > MAX_CLOCK_ERROR else now
+
     def _end(self, attempt: _Attempt, rank: Rank, how: str) -> None:
         rank.end, rank.ended_at = how, self._now()
         attempt.changes += 1
         if how == "gone":
-            attempt.gone_at = rank.wall + self._clock() - rank.received
+            attempt.gone_at = self._steady(rank.lead)
             rank.exited = rank.watch.ended() if rank.watch is not None else ("", "")
         rank.watch = None
         log.info("rank ended run=%s rank=%d reason=%s", rank.push.run, rank.push.rank, how)
