@@ -137,6 +137,20 @@ GPU_ROW_REMAP_FAILURE = gauge("gpu_row_remap_failure", "1 if a row could not be 
 GPU_ROW_REMAP_BANKS = gauge("gpu_row_remap_banks",
     "Memory banks by spare rows left: max, high, partial, low, none. Absent, except for max, until a bank is in that "
     "state.", (*GPU, "availability"), "nvmlDeviceGetRowRemapperHistogram")
+GPU_REMAPPED_ROWS_INACTIVE = gauge("gpu_remapped_rows_inactive", "Remapped memory rows that are not in use, by error. "
+    "Absent until one is.", (*GPU, "error"), "NVML fields 301 (corrected) and 302 (uncorrected)")
+GPU_BANK_REMAPPINGS = gauge("gpu_bank_remappings", "Memory banks replaced by spare banks, by state: active, inactive, "
+    "pending (1 if one waits for a reset). Absent before Blackwell.", (*GPU, "state"), "NVML fields 303, 304 and 307")
+GPU_BANK_REMAP_GROUPS = gauge("gpu_bank_remap_groups", "Groups of memory banks by spare banks left: max, none. Absent "
+    "before Blackwell.", (*GPU, "availability"), "NVML fields 305 and 306")
+GPU_MEMORY_UNREPAIRABLE = gauge("gpu_memory_unrepairable", "1 if the GPU has memory that cannot be repaired: replace "
+    "it. Absent before R590.", GPU, "nvmlDeviceGetUnrepairableMemoryFlag_v1")
+GPU_C2C_LINKS = gauge("gpu_c2c_links", "NVLink-C2C links to the CPU by state: active, inactive. Only on Grace.",
+    (*GPU, "state"), "NVML fields 170 and 171")
+GPU_C2C_SPEED_BYTES_PER_SECOND = gauge("gpu_c2c_speed_bytes_per_second", "Speed of the slowest active NVLink-C2C link. "
+    "Only on Grace.", GPU, "NVML field 172, MB/s", scale=1e6)
+GPU_C2C_ERRORS_TOTAL = counter("gpu_c2c_errors_total", "Errors of the NVLink-C2C link that has most: crc, replay, "
+    "replay_b2b (back to back). Only on Grace.", (*GPU, "error"), "NVML fields 231, 232 and 233")
 GPU_RETIRED_PAGES_TOTAL = counter("gpu_retired_pages_total", "Memory pages retired over the life of the board (before "
     "Ampere).", (*GPU, "error"), "NVML fields 29 (corrected) and 30 (uncorrected)")
 GPU_RETIRED_PAGES_PENDING = gauge("gpu_retired_pages_pending", "1 if pages wait to be retired at the next reset.", GPU,

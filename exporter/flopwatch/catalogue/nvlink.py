@@ -26,6 +26,10 @@ NVLINK_LINK_ERRORS_TOTAL = counter("nvlink_link_errors_total",
 NVLINK_LINK_STATE_ID = gauge("nvlink_link_state_id", "State of an NVLink that was active before and was seen inactive "
     "or disabled since the exporter started: 0 inactive, 3 traffic disabled, or once it is up again 1 or 2 (asleep). "
     "Absent for other links.", (*GPU, "link"), "NVML field 165, nvmlDeviceGetNvLinkState")
+NVLINK_TRANSMIT_BLOCKS_TOTAL = counter("nvlink_transmit_blocks_total", "Blocks sent over all NVLinks of the GPU, with "
+    "physical layer retransmission (NVLink 5, newer drivers).", GPU, "NVML field 294")
+NVLINK_TRANSMIT_RETRIED_BLOCKS_TOTAL = counter("nvlink_transmit_retried_blocks_total", "Blocks sent again over all "
+    "NVLinks of the GPU (NVLink 5, newer drivers). A rising share means a bad link.", GPU, "NVML field 295")
 NVLINK_RAW_BIT_ERROR_RATIO = gauge("nvlink_raw_bit_error_ratio", "Bit errors before any correction, relative to all "
     "bits, for the GPU's worst link (NVLink 5, newer drivers).", GPU, "NVML field 293")
 NVLINK_EFFECTIVE_BIT_ERROR_RATIO = gauge("nvlink_effective_bit_error_ratio", "Bit errors left after correction, "

@@ -40,6 +40,7 @@ def numbers(index: int, gpu: Mapping[str, Any], faults: Mapping[str, Any]) -> di
     # fmt: on
     if not faults["mig"].get(key):
         values |= {142: remap.get("corrected", 0), 143: remap.get("uncorrected", 0)}
+        values |= {301: 0, 302: remap.get("inactive", 0)}
         values |= {144: int(remap.get("pending", False)), 145: int(remap.get("failure", False))}
     return {(field, 0): value for field, value in values.items()}
 

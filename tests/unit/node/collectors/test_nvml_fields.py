@@ -51,6 +51,15 @@ from flopwatch.node.collectors.nvml.fields import (
 
 # Every field by its name in nvml.h, without NVML_FI_DEV_.
 NAMES = {
+    301: "REMAPPED_ROWS_COR_INACTIVE",
+    302: "REMAPPED_ROWS_UNC_INACTIVE",
+    303: "ACTIVE_BANK_REMAPPINGS",
+    304: "INACTIVE_BANK_REMAPPINGS",
+    305: "BANK_REMAPPER_HISTOGRAM_MAX",
+    306: "BANK_REMAPPER_HISTOGRAM_NONE",
+    307: "PENDING_BANK_REMAPPING",
+    294: "NVLINK_PLR_XMIT_BLOCKS",
+    295: "NVLINK_PLR_XMIT_RETRY_BLOCKS",
     82: "MEMORY_TEMP",
     83: "TOTAL_ENERGY_CONSUMPTION",
     74: "CLOCKS_EVENT_REASON_SW_POWER_CAP",
@@ -126,6 +135,15 @@ NAMES = {
 }
 # What each of them becomes: the row, and its label after (gpu, uuid).
 SERIES = {
+    "REMAPPED_ROWS_COR_INACTIVE": "gpu_remapped_rows_inactive corrected",
+    "REMAPPED_ROWS_UNC_INACTIVE": "gpu_remapped_rows_inactive uncorrected",
+    "ACTIVE_BANK_REMAPPINGS": "gpu_bank_remappings active",
+    "INACTIVE_BANK_REMAPPINGS": "gpu_bank_remappings inactive",
+    "PENDING_BANK_REMAPPING": "gpu_bank_remappings pending",
+    "BANK_REMAPPER_HISTOGRAM_MAX": "gpu_bank_remap_groups max",
+    "BANK_REMAPPER_HISTOGRAM_NONE": "gpu_bank_remap_groups none",
+    "NVLINK_PLR_XMIT_BLOCKS": "nvlink_transmit_blocks_total",
+    "NVLINK_PLR_XMIT_RETRY_BLOCKS": "nvlink_transmit_retried_blocks_total",
     "MEMORY_TEMP": "gpu_memory_temperature_celsius",
     "TOTAL_ENERGY_CONSUMPTION": "gpu_energy_joules_total",
     "CLOCKS_EVENT_REASON_SW_POWER_CAP": "gpu_clock_event_seconds_total sw_power_cap",

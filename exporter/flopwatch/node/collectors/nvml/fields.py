@@ -65,6 +65,7 @@ CLOCK_SECONDS = {74: "sw_power_cap", 76: "sync_boost", 269: "sw_thermal_slowdown
 OLD_SECONDS = {75: "thermal", 77: "board_limit", 78: "low_utilization", 79: "reliability"}
 PCIE_ERRORS = {95: "replay_rollover", 169: "l0_to_recovery", 174: "nak_received", 175: "receiver", 176: "bad_tlp",
                177: "nak_sent", 178: "bad_dllp", 181: "unsupported_request", 182: "lcrc", 183: "lane"}
+BANK_REMAPPINGS = {303: "active", 304: "inactive", 307: "pending"}
 # fmt: on
 
 FAST = (  # requested at every read
@@ -90,6 +91,10 @@ SLOW = (  # requested seldom: they rise by single events or hardly ever change
     NvmlField(143, m.GPU_REMAPPED_ROWS_TOTAL, ("uncorrected",)),
     NvmlField(144, m.GPU_ROW_REMAP_PENDING),
     NvmlField(145, m.GPU_ROW_REMAP_FAILURE),
+    NvmlField(301, m.GPU_REMAPPED_ROWS_INACTIVE, ("corrected",), once=True),
+    NvmlField(302, m.GPU_REMAPPED_ROWS_INACTIVE, ("uncorrected",), once=True),
+    *(NvmlField(id, m.GPU_BANK_REMAPPINGS, (state,)) for id, state in BANK_REMAPPINGS.items()),
+    *(NvmlField(id, m.GPU_BANK_REMAP_GROUPS, (spare,)) for id, spare in ((305, "max"), (306, "none"))),
     NvmlField(29, m.GPU_RETIRED_PAGES_TOTAL, ("corrected",)),
     NvmlField(30, m.GPU_RETIRED_PAGES_TOTAL, ("uncorrected",)),
     NvmlField(31, m.GPU_RETIRED_PAGES_PENDING),
@@ -122,13 +127,18 @@ LINK_ERRORS = {
     209: "remote", 210: "general", 211: "local_integrity", 212: "transmit_discard", 215: "recovery",
     214: "recovery_failed", 219: "effective", 221: "symbol",
 }
-LINK_BYTES = {202: m.NVLINK_TRANSMIT_BYTES_TOTAL, 204: m.NVLINK_RECEIVE_BYTES_TOTAL}
+LINK_SUMS = {202: m.NVLINK_TRANSMIT_BYTES_TOTAL, 204: m.NVLINK_RECEIVE_BYTES_TOTAL,
+             294: m.NVLINK_TRANSMIT_BLOCKS_TOTAL, 295: m.NVLINK_TRANSMIT_RETRIED_BLOCKS_TOTAL}
+SYMBOL_ERRORS, BLOCKS = 221, {294, 295}
 # Fields that NVML adds up over all links for the scope ALL_LINKS, the only one with which DCGM 4.6.0 requests them.
 ADDED_UP = (202, 204, *range(206, 213), 214, 215, 219, 221)
 INSTEAD_OF_LINKS = {202: NVLINK_DATA_SENT, 204: NVLINK_DATA_RECEIVED}  # of all links together, where a GPU has it
 LINK_BERS = {293: m.NVLINK_RAW_BIT_ERROR_RATIO, 220: m.NVLINK_EFFECTIVE_BIT_ERROR_RATIO,
              222: m.NVLINK_SYMBOL_BIT_ERROR_RATIO}
-PER_LINK = (LINK_STATE, LINK_SPEED, LINK_VERSION, *LINK_ERRORS, *LINK_BYTES, *LINK_BERS)
+PER_LINK = (LINK_STATE, LINK_SPEED, LINK_VERSION, *LINK_ERRORS, *LINK_SUMS, *LINK_BERS)
+
+C2C_COUNT, C2C_STATE, C2C_SPEED = (170, 0), 171, 172
+C2C_ERRORS = {231: "crc", 232: "replay", 233: "replay_b2b"}
 
 CLOCK_EVENTS = {  # nvmlClocksEventReason*, with the names nvidia-smi uses
     0x1: "gpu_idle", 0x2: "applications_clocks_setting", 0x4: "sw_power_cap", 0x8: "hw_slowdown", 0x10: "sync_boost",
@@ -216,7 +226,7 @@ class Links:
         return [
             *self._states(by_id.get(LINK_STATE, {}), by_id.get(LINK_SPEED, {}), by_id.get(LINK_VERSION, {})),
             *self._errors(by_id),
-            *((row, (), self._sum(field_id, by_id)) for field_id, row in LINK_BYTES.items() if field_id in by_id),
+            *((row, (), self._sum(field_id, by_id)) for field_id, row in LINK_SUMS.items() if field_id in by_id),
             *(
                 (row, (), max(bit_error_ratio(int(value)) for value in by_id[field_id].values()))
                 for field_id, row in LINK_BERS.items()

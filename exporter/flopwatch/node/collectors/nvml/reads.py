@@ -86,6 +86,8 @@ def _links(card: NvmlCard) -> Values:
     links = range(int(count))
     added_up = {field_id for field_id, whole in fields.INSTEAD_OF_LINKS.items() if whole in card.lacks}
     needless = fields.INSTEAD_OF_LINKS.keys() - added_up
+    if fields.SYMBOL_ERRORS not in card.past.links.counts:  # before NVLink 5, or at the first read
+        needless |= fields.BLOCKS
     wanted = [id for id in fields.PER_LINK if id not in needless]
     if not links:
         return
@@ -94,7 +96,7 @@ def _links(card: NvmlCard) -> Values:
     by_link = [id for id in wanted if (id, None) not in card.lacks and not _added_up(card, id)]
     for field_id, total in sums.items():
         before = counts.get(field_id) or dict.fromkeys(links, 0.0)
-        if field_id in fields.LINK_BYTES or (field_id, None) in card.lacks:
+        if field_id in fields.LINK_SUMS or (field_id, None) in card.lacks:
             numbers[field_id, ALL_LINKS] = total
         elif total == card.latest.get((field_id, ALL_LINKS), sum(before.values())):
             numbers |= {(field_id, link): count for link, count in before.items()}
@@ -118,6 +120,27 @@ def _links(card: NvmlCard) -> Values:
         yield from _batch(card, fields.OLD_LINKS)
     if (fields.LINK_SPEED, None) in card.lacks:
         yield from _batch(card, (fields.OLD_LINK_SPEED,))
+
+
+def _c2c(card: NvmlCard) -> Values:
+    """Yield readings of the NVLink-C2C links to a Grace CPU."""
+    answers, _ = card.ask([fields.C2C_COUNT])
+    count = fields.number(answers[fields.C2C_COUNT]) if fields.C2C_COUNT in answers else None
+    if not count:
+        raise card.nvml.NVMLError(NOT_SUPPORTED)
+    links, ids = range(int(count)), (fields.C2C_STATE, fields.C2C_SPEED, *fields.C2C_ERRORS)
+    answers, refused = card.ask([(field_id, link) for field_id in ids for link in links])
+    card.incomplete = not set(refused.values()) <= set(LACKING)
+    numbers = {key: number for key, value in answers.items() if (number := fields.number(value)) is not None}
+    states = [numbers[fields.C2C_STATE, link] for link in links if (fields.C2C_STATE, link) in numbers]
+    for state, name in enumerate(("inactive", "active")) if states else ():
+        yield m.GPU_C2C_LINKS, (name,), states.count(state)
+    if speeds := [number for (field_id, _), number in numbers.items() if field_id == fields.C2C_SPEED and number > 0]:
+        yield m.GPU_C2C_SPEED_BYTES_PER_SECOND, (), min(speeds)
+    for field_id, error in fields.C2C_ERRORS.items():
+        counts = [numbers[field_id, link] for link in links if (field_id, link) in numbers]
+        if len(counts) == count:  # the maximum, also where the driver returns the GPU's total for each link
+            yield m.GPU_C2C_ERRORS_TOTAL, (error,), max(counts)
 
 
 def _added_up(card: NvmlCard, field_id: int) -> bool:
@@ -417,6 +440,7 @@ READS: tuple[Read, ...] = (
     Read("nvmlDeviceGetFieldValues", partial(_batch, table=fields.FAST), table="often"),
     Read("nvmlDeviceGetFieldValues", partial(_batch, table=fields.FAST_LINKS), table="often_links"),
     Read("nvmlDeviceGetFieldValues", partial(_batch, table=fields.SLOW), SELDOM, table="seldom"),
+    Read("nvmlDeviceGetFieldValues", _c2c, SELDOM, table="seldom"),
     Read("nvmlDeviceGetFieldValues", _links, SELDOM, whole=True, table="links"),
     Read("nvmlGpmSampleGet", _activity, needs=("nvmlGpmQueryDeviceSupport", "nvmlGpmMetricsGet")),
     Read("nvmlGpmMigSampleGet", _instance_activity, needs=("nvmlGpmQueryDeviceSupport", "nvmlGpmMetricsGet")),
@@ -458,6 +482,7 @@ READS: tuple[Read, ...] = (
     Read("nvmlDeviceGetRowRemapperHistogram", _spare_rows, SELDOM),
     _parts("nvmlDeviceGetRepairStatus", (m.GPU_REPAIR_PENDING, ("channel",), 0), (m.GPU_REPAIR_PENDING, ("tpc",), 1),
            every=SELDOM),
+    _value(m.GPU_MEMORY_UNREPAIRABLE, "nvmlDeviceGetUnrepairableMemoryFlag_v1", every=SELDOM),
     _value(m.GPU_PCIE_GENERATION, "nvmlDeviceGetCurrPcieLinkGeneration", every=SELDOM),
     _value(m.GPU_PCIE_GENERATION_MAX, "nvmlDeviceGetMaxPcieLinkGeneration", every=ONCE),
     _value(m.GPU_PCIE_WIDTH_LANES, "nvmlDeviceGetCurrPcieLinkWidth", every=SELDOM),
