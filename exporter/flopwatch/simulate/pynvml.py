@@ -68,7 +68,7 @@ def call(function: Callable[Concatenate[Simulation, P], T]) -> Callable[Concaten
             raise real.NVMLError(real.NVML_ERROR_UNINITIALIZED)
         if gpu is not None:
             library.check(gpu, faults)
-        if gpu == lies.SLOW_GPU and "slow_gpu" in faults["lies"]:
+        if gpu == lies.SLOW_GPU and "slow_gpu" in library.lies:
             library.sleep(lies.SECONDS_PER_CALL)
         return function(library, *args, **kwargs)
 

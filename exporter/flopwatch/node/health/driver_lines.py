@@ -1,5 +1,6 @@
 """What `flopwatch doctor` reports about the NVIDIA driver: branch, faults, and settings that cost series."""
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -7,11 +8,14 @@ from typing import Any
 
 from flopwatch import catalogue as m
 from flopwatch.catalogue import Metric, Sample
+from flopwatch.node.collectors.nvml.card import BUDGET, NO_PERMISSION, SELDOM_TABLES_SHARE
 
 ECC_ROWS = "gpu_ecc_*_total"
-ACTIVITY_ROWS = "gpu_*_active_seconds_total, gpu_profiled_seconds_total and the bytes over PCIe"
+ACTIVITY_ROWS = (
+    "gpu_*_active_seconds_total, gpu_sm_occupancy_seconds_total, gpu_*profiled_seconds_total and gpu_pcie_*_bytes_total"
+)
 DOUBLES, UNWRITTEN, GARBLED = "doubles", "unwritten", "garbled"  # notes of the read, about all GPUs
-NO_PERMISSION = 4  # nvmlReturn_t
+LATENCY, SELDOM_BUDGET = m.FLOPWATCH_NVML_FIELD_LATENCY_SECONDS_TOTAL, BUDGET * SELDOM_TABLES_SHARE
 
 
 def together(names: Sequence[str]) -> str:
@@ -58,8 +62,9 @@ def losses(samples: Sequence[Sample], notes: Mapping[str, Any], proc: Path) -> I
     if gpus := refused("nvmlGpmSampleGet", "nvmlGpmMigSampleGet"):
         restricted = " The driver restricts it to administrators (RmProfilingAdminOnly)." if _restricted(proc) else ""
         yield (
-            f"{gpus}: the driver refuses activity (GPM) to this process, so {ACTIVITY_ROWS} do not rise.{restricted} "
-            "Give it CAP_SYS_ADMIN, or load the module nvidia with NVreg_RestrictProfilingToAdminUsers=0."
+            f"{gpus}: the driver refuses activity (GPM) to this process, so {ACTIVITY_ROWS} do not rise or are absent."
+            f"{restricted} Give it CAP_SYS_ADMIN, or load the module nvidia with "
+            "NVreg_RestrictProfilingToAdminUsers=0."
         )
     if gpus := refused("nvmlDeviceGetMigDeviceHandleByIndex"):
         yield (
@@ -83,6 +88,13 @@ def losses(samples: Sequence[Sample], notes: Mapping[str, Any], proc: Path) -> I
         yield (
             f"{gpus}: persistence mode is off, so the first scrapes after a start have no GPU and jobs start later. "
             "Run nvidia-persistenced, or nvidia-smi -pm 1."
+        )
+    latencies = {labels[0]: value * row.scale for row, labels, value in samples if row is LATENCY}
+    if (took := latencies.get("seldom", 0.0) + latencies.get("links", 0.0)) > SELDOM_BUDGET:
+        yield (
+            f"driver: NVML fields that change seldom take {took:.1f} s for all GPUs, so GPUs are read in turns. These "
+            f"values are older, and absent for up to {math.ceil(took / SELDOM_BUDGET)} scrapes after a start or a "
+            "change of MIG. Upgrade the driver."
         )
     for row, labels, seconds in samples:
         if row is m.FLOPWATCH_NVML_SLOW_GPU_SECONDS:

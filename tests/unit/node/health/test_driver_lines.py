@@ -64,8 +64,8 @@ def test_wrong_types_are_reported_and_cost_nothing(doctor: Doctor, node: Simulat
         (
             "gpm_refusals",
             "GPU 0-7: the driver refuses activity (GPM) to this process, so gpu_*_active_seconds_total, "
-            "gpu_profiled_seconds_total and the bytes over PCIe do not rise. Give it CAP_SYS_ADMIN, or load the module "
-            "nvidia with NVreg_RestrictProfilingToAdminUsers=0.",
+            "gpu_sm_occupancy_seconds_total, gpu_*profiled_seconds_total and gpu_pcie_*_bytes_total do not rise or are "
+            "absent. Give it CAP_SYS_ADMIN, or load the module nvidia with NVreg_RestrictProfilingToAdminUsers=0.",
         ),
         (
             "hidden_mig",
@@ -91,6 +91,11 @@ def test_wrong_types_are_reported_and_cost_nothing(doctor: Doctor, node: Simulat
             "no_persistence",
             "GPU 0-7: persistence mode is off, so the first scrapes after a start have no GPU and jobs start later. "
             "Run nvidia-persistenced, or nvidia-smi -pm 1.",
+        ),
+        (
+            "slow_values",
+            "driver: NVML fields that change seldom take 2.9 s for all GPUs, so GPUs are read in turns. These values "
+            "are older, and absent for up to 6 scrapes after a start or a change of MIG. Upgrade the driver.",
         ),
         (
             "slow_gpu",

@@ -119,10 +119,9 @@ class Dcgm:
         gpus: Path,
         load: Callable[[], Library],
         clock: Callable[[], float] = time.monotonic,
-        ids: Collection[int] | None = None,
+        ids: Collection[int] = fields.ALL_PROFILING,
     ) -> None:
-        self._address, self._gpus = address, gpus
-        self._fields = [row.id for row in fields.PROFILING] if ids is None else ids
+        self._address, self._gpus, self._fields = address, gpus, ids
         self._load, self._clock = load, clock
         self._engine: Library | None = None
         self._session: Session | None = None

@@ -45,6 +45,7 @@ PROFILING = (  # the most informative first, because some hardware cannot count 
     DcgmField(1012, m.NVLINK_RECEIVE_RAW_BYTES_TOTAL, how="mean"),
     *(DcgmField(id, m.GPU_PIPE_ACTIVE_SECONDS_TOTAL, (pipe,), how="mean") for id, pipe in PIPES.items()),
 )
+ALL_PROFILING = tuple(each.id for each in PROFILING)
 TRAFFIC = frozenset({1009, 1010, 1011, 1012})
 NVML_PROFILES_FROM = 9  # compute capability of Hopper, from which NVML reports activities itself (gpm.py)
 

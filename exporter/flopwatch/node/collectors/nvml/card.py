@@ -60,8 +60,8 @@ class Past:
 class Cost:
     """Time that calls cost: microseconds by table of fields as the driver reports them, and seconds of this read.
 
-    A read of all GPUs makes no call after the time `until`, `budget` seconds after its begin. Of these seconds,
-    `seldom` are those of tables of seldom fields.
+    A read of all GPUs makes no call after the time `until`, `budget` seconds after its begin. One GPU spends half of
+    the rest. Of these seconds, `seldom` are those of tables of seldom fields.
     """
 
     latencies: Counter[str] = field(default_factory=Counter)
@@ -73,9 +73,10 @@ class Cost:
         """Begin a read of all GPUs."""
         self.seldom, self.until = 0.0, now + self.budget
 
-    def spent(self, now: float, seldom_table: bool) -> bool:
-        """Return whether the seconds for a call are spent."""
-        return now >= self.until or (seldom_table and self.seldom >= self.budget * SELDOM_TABLES_SHARE)
+    def spent(self, begun: float, now: float, seldom_table: bool) -> bool:
+        """Return whether the seconds for a call are spent. `begun` is when the calls about its GPU began."""
+        seldom = self.budget * SELDOM_TABLES_SHARE if seldom_table else inf
+        return now >= (begun + self.until) / 2 or self.seldom >= seldom
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,6 +133,7 @@ class NvmlCard:
         self._held: dict[Read, list[Sample]] = {}
         self._due: dict[Read, float] = {}
         self._took: dict[Read, float] = {}  # seconds of each repeated read, without tables of seldom fields
+        self._first = 0  # position of the call that a read begins with, because the last read ended before it
         self._worked = False
 
     def read(self) -> list[Sample]:
@@ -142,20 +144,23 @@ class NvmlCard:
         worked = False
         failure: Exception | None = None
         self.waits = False
-        for read in self._reads:
+        first, self._first = self._first, 0
+        for position, read in sorted(enumerate(self._reads), key=lambda each: each[0] < first):
             if not self._wants(read):
                 continue
             due = self._due.get(read, -inf)
             seldom_table = read.table != "" and read.every > 0
             begun, self._table = self._clock(), read.table
-            if now >= due and self._cost.spent(begun, seldom_table):
+            if now >= due and self._cost.spent(now, begun, seldom_table):
                 self.waits = True
+                self._first = self._first or (0 if seldom_table else position)
                 samples += self._held.get(read, ()) if now < due + MAX_OVERDUE else ()
                 continue
             if now < due:
                 samples += self._held.get(read, ())
                 continue
             self._due.pop(read, None)
+            self._held.pop(read, None)
             fresh: list[Sample] = []
             made[read] = fresh
             try:
@@ -163,8 +168,7 @@ class NvmlCard:
                 for row, extra, number in read.values(self):
                     fresh.append((row, (self.identity["gpu"], self.identity["uuid"], *extra), number))
                 worked = worked or (bool(fresh) and not self.unasked)
-                if read.every > 0 and not self.incomplete:
-                    self._held[read], self._due[read] = fresh, now + read.every
+                self._held[read], self._due[read] = fresh, now if self.incomplete else now + read.every
             except Exception as error:
                 code = code_of(self.nvml, error)
                 if code in (*GONE, *OVER):
