@@ -191,8 +191,8 @@ def test_each_loss_in_the_ledger_has_its_place(url: str, ledger: str, base: floa
 
 def test_without_a_ledger_the_page_explains_how_to_see_each_loss(report: dict[str, Any]) -> None:
     assert report["losses"] is None
-    assert "add --ledger URL" in page.as_markdown(changed_report(report))
-    assert "No attempt ended" in page.as_markdown(changed_report(report, losses=[]))
+    assert "add --ledger URL" in page.render(changed_report(report), "markdown")
+    assert "No attempt ended" in page.render(changed_report(report, losses=[]), "markdown")
 
 
 def test_the_costliest_of_many_losses_are_listed_in_order_of_time(report: dict[str, Any]) -> None:
@@ -200,7 +200,7 @@ def test_the_costliest_of_many_losses_are_listed_in_order_of_time(report: dict[s
         ReportedLoss(3600.0 * hour, None, "failed", "gpu", "likely", f"node-{hour}", "", "", 3600.0 * (hour % 60), True)
         for hour in range(60)
     ]
-    text = page.as_markdown(changed_report(report, losses=losses))
+    text = page.render(changed_report(report, losses=losses), "markdown")
     assert [int(hour) for hour in re.findall(r"gpu, likely node-(\d+)", text)] == list(range(10, 60))
 
 
@@ -294,15 +294,15 @@ def test_a_page_fetches_nothing_and_has_no_script_whatever_things_are_called(rep
         ranks=[Outlier(HOSTILE, HOSTILE, HOSTILE)],
     )
     elements = Elements()
-    elements.feed(page.as_html(hostile))
+    elements.feed(page.render(hostile, "html"))
     assert not {"script", "iframe", "img", "object"} & set(elements.tags)
     assert elements.fetched == ["data:,"]
     assert elements.text.count("<script>alert(1)</script>") >= 15
-    assert "<script" not in page.as_markdown(hostile).replace("\\<script", "")
+    assert "<script" not in page.render(hostile, "markdown").replace("\\<script", "")
 
 
 def test_markdown_has_the_same_figures(report: dict[str, Any]) -> None:
-    text = page.as_markdown(changed_report(report))
+    text = page.render(changed_report(report), "markdown")
     assert "| Goodput | 76.0% |" in text
     assert "| down | 15.0 min | 11.4% | 2.0 |" in text
     assert "rank 5" in text
@@ -334,7 +334,7 @@ def test_a_run_with_hardly_any_data_has_a_page_too(report: dict[str, Any]) -> No
         mttf=mean_time_between(0, 0),
     )
     elements = Elements()
-    elements.feed(page.as_html(bare))
+    elements.feed(page.render(bare, "html"))
     assert elements.text.count("unknown") >= 4
 
 

@@ -15,8 +15,8 @@ def report(options: argparse.Namespace) -> None:
     """Query Prometheus, and the ledger if given, about one run and write the page. Raises SettingsError."""
     form = options.format or FORMATS.get(options.out.suffix if options.out is not None else ".html", "html")
     from flopwatch.ledger.client import LedgerClient
-    from flopwatch.report import page
     from flopwatch.report.collect import collect
+    from flopwatch.report.page import render
     from flopwatch.report.prometheus import PrometheusClient
     from flopwatch.report.queries import RunQueries
 
@@ -27,8 +27,7 @@ def report(options: argparse.Namespace) -> None:
     prometheus = PrometheusClient(options.prometheus, options.token_file)
     now = time.time() if options.at is None else options.at
     queries = RunQueries(prometheus, options.run, options.tenant, now, options.lookback)
-    result = collect(queries, options.price, ledger)
-    text = {"html": page.as_html, "markdown": page.as_markdown, "json": page.as_json}[form](result)
+    text = render(collect(queries, options.price, ledger), form)
     if options.out is None:
         sys.stdout.write(text)
         return

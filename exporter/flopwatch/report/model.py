@@ -112,7 +112,3 @@ class RunReport:
     links: list[Outlier]
     missed: list[str]
     price: float | None = None  # of a GPU-hour
-
-    def lost_gpu_seconds(self) -> float:
-        """Return the attributed GPU-seconds that are neither productive nor generation."""
-        return sum(seconds for bucket, seconds in self.gpu_seconds.items() if bucket not in GOOD)

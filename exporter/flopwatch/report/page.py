@@ -8,7 +8,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from flopwatch.report.model import OPEN, Firing, ReportedLoss, RunReport
+from flopwatch.report.model import GOOD, OPEN, Firing, ReportedLoss, RunReport
 from flopwatch.report.references import GOODPUT, MFU, Reference
 
 # In the order of the waterfall, in colours that are safe for red-green colour blindness.
@@ -27,67 +27,29 @@ BUCKETS = {
     OPEN: ("not yet booked", "#d9dee5"),
 }
 MAX_ALERTS, MAX_LOSSES = 200, 50
-# Texts in place of an empty section.
-EMPTY = {
-    "no_causes": "No loss is settled yet: each waits for evidence from ten minutes before it to five minutes after.",
-    "no_ledger": "The ledger lists each loss with its host, GPU and port: add --ledger URL.",
-    "no_losses": "No attempt ended before the run did.",
-    "no_alerts": "No alert fired in the time that this Prometheus keeps.",
-    "nothing_missed": "Nothing that it can detect.",
-}
-DEFINITIONS = (
-    "MFU: the FLOPs that the model needs, divided by the dense peak of the run's GPUs while it makes steps. "
-    "Recomputation is not counted. Effective MFU: the FLOPs of retained steps, divided by the peak of GPUs held over "
-    "all wall clock.",
-    "Goodput: time in retained steps, divided by the wall clock since the first process start. ETTR: the same, divided "
-    "by the wall clock since submission. Work after the last durable checkpoint counts until it is lost.",
-    "MTTF: running time divided by the number of unplanned ends, including the time since the last one, with the exact "
-    "Poisson interval (95 %). MTTR: from the last report to the first new step. The best checkpoint interval is Daly's "
-    "(2006, equation 37), whose first term is Young's. Of an asynchronous save, only the blocking part counts.",
-)
 
 
-def as_json(report: RunReport) -> str:
-    """Return the report as JSON."""
-    return json.dumps(asdict(report), indent=2, allow_nan=False)
-
-
-def as_html(report: RunReport) -> str:
-    """Return the report as an HTML page."""
-    return _render("page.html.jinja", report)
-
-
-def as_markdown(report: RunReport) -> str:
-    """Return the report as Markdown."""
-    return _render("page.md.jinja", report)
-
-
-def _render(name: str, report: RunReport) -> str:
-    html = name.endswith(".html.jinja")
+def render(report: RunReport, form: str) -> str:
+    """Return the report as an HTML page, as Markdown or as JSON: `form` is html, markdown or json."""
+    if form == "json":
+        return json.dumps(asdict(report), indent=2, allow_nan=False)
+    html = form == "html"
     environment = Environment(trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined, autoescape=html)
     environment.loader, environment.keep_trailing_newline = PackageLoader("flopwatch.report", ""), not html
-    environment.filters |= {"moment": _moment, "hours": _hours, "md": _md, "words": _words, "lasted": _lasted}
-    environment.filters["cause"] = _cause
-    environment.filters["place"] = lambda loss: " ".join(text for text in (loss.host, loss.part) if text)
+    environment.filters |= {"moment": _moment, "hours": _hours, "md": _md, "lasted": _lasted, "cause": _cause}
     environment.filters["cost"] = lambda gpu_seconds: _cost(report, gpu_seconds)
-    return environment.get_template(name).render(report=report, **_view(report))
+    return environment.get_template(f"page.{form}.jinja").render(report=report, **_view(report))
 
 
 def _view(report: RunReport) -> dict[str, Any]:
     losses = sorted(report.losses or [], key=lambda loss: -loss.gpu_seconds)
-    more_losses, more_alerts = len(losses) - MAX_LOSSES, len(report.alerts) - MAX_ALERTS
-    places = (("Stragglers", "Rank"), ("Hosts with alerts", "Host"), ("Worst links", "Port"))
-    worst = [
-        {"title": title, "what": what, "outliers": outliers, "places": any(one.place for one in outliers)}
-        for (title, what), outliers in zip(places, (report.ranks, report.hosts, report.links), strict=True)
-        if outliers
-    ]
+    places = (("Stragglers", "Rank", report.ranks), ("Hosts with alerts", "Host", report.hosts))
     view: dict[str, Any] = {"lead": _lead(report), "tiles": _tiles(report), "waterfall": _waterfall(report)}
     view |= {"losses": sorted(losses[:MAX_LOSSES], key=lambda loss: loss.began), "alerts": report.alerts[:MAX_ALERTS]}
-    view["more_losses"] = f"and {more_losses} that cost less" if more_losses > 0 else ""
-    view["more_alerts"] = f"and {more_alerts} more" if more_alerts > 0 else ""
-    view |= {"lost": _lost(report), "worst": worst, "checkpoints": _checkpoints(report), "definitions": DEFINITIONS}
-    return {**view, **_timeline(report), **EMPTY}
+    view |= {"more_losses": len(losses) - MAX_LOSSES, "more_alerts": len(report.alerts) - MAX_ALERTS}
+    view |= {"lost": _lost(report), "checkpoints": _checkpoints(report)}
+    view["worst"] = (*places, ("Worst links", "Port", report.links))
+    return {**view, **_timeline(report)}
 
 
 def _lead(report: RunReport) -> str:
@@ -154,14 +116,14 @@ def _waterfall(report: RunReport) -> list[dict[str, Any]]:
         held = None if bucket == OPEN else report.gpu_seconds.get(bucket)
         hours, cost = ("", "") if held is None else (_hours(held), _cost(report, held))
         row = {"title": title, "color": color, "time": _time(seconds), "share": f"{seconds / wall:.1%}"}
-        place = {"x": f"{400 * at / wall:.2f}", "width": f"{max(0.5, 400 * seconds / wall):.2f}"}
-        rows.append({**row, **place, "gpu_hours": hours, "cost": cost})
+        row |= {"x": f"{400 * at / wall:.2f}", "width": f"{max(0.5, 400 * seconds / wall):.2f}"}
+        rows.append(row | {"gpu_hours": hours, "cost": cost})
         at += seconds
     return rows
 
 
 def _lost(report: RunReport) -> str:
-    lost = report.lost_gpu_seconds()
+    lost = sum(seconds for bucket, seconds in report.gpu_seconds.items() if bucket not in GOOD)
     text = f"{_hours(lost)} GPU-hours made no progress"
     if report.price is not None:
         text += f", {_cost(report, lost)} at {report.price:,.2f} a GPU-hour"
@@ -184,8 +146,7 @@ def _timeline(report: RunReport) -> dict[str, Any]:
                 height, left = 105 * seconds / total, x(part.begin)
                 text = f"{title}: {_time(seconds)} from {_moment(part.begin)}"
                 area = {"x": f"{left:.2f}", "width": f"{max(0.3, x(part.end) - left):.2f}"}
-                area |= {"y": f"{y:.2f}", "height": f"{height:.2f}"}
-                bars.append({**area, "color": color, "text": text})
+                bars.append({**area, "y": f"{y:.2f}", "height": f"{height:.2f}", "color": color, "text": text})
                 y += height
     marks = []
     for alert in report.alerts[:MAX_ALERTS]:
@@ -234,9 +195,9 @@ def _time(seconds: float | None) -> str:
     """Return seconds as text, such as 42 s, 17.0 min, 3.1 h or 5.4 d."""
     if seconds is None:
         return "unknown"
-    for size, unit in ((172_800, "d"), (5400, "h"), (90, "min")):
-        if seconds >= size:
-            return f"{seconds / {'d': 86_400, 'h': 3600, 'min': 60}[unit]:.1f} {unit}"
+    for least, size, unit in ((172_800, 86_400, "d"), (5400, 3600, "h"), (90, 60, "min")):
+        if seconds >= least:
+            return f"{seconds / size:.1f} {unit}"
     return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
 
 
@@ -250,10 +211,6 @@ def _cost(report: RunReport, gpu_seconds: float) -> str:
     return "" if report.price is None else f"{gpu_seconds / 3600 * report.price:,.2f}"
 
 
-def _words(name: str) -> str:
-    return name.replace("_", " ")
-
-
 def _lasted(event: Firing | ReportedLoss) -> str:
     if isinstance(event, Firing):
         return "still firing" if event.ongoing else _time(event.ended - event.began)
@@ -262,7 +219,7 @@ def _lasted(event: Firing | ReportedLoss) -> str:
 
 def _cause(loss: ReportedLoss) -> str:
     confidence = [loss.confidence] if loss.confidence != "none" else []
-    return ", ".join([_words(loss.cause), *confidence, *([] if loss.settled else ["so far"])])
+    return ", ".join([loss.cause.replace("_", " "), *confidence, *([] if loss.settled else ["so far"])])
 
 
 def _moment(time: float) -> str:

@@ -11,6 +11,7 @@ from flopwatch.http.client import client, client_tls
 from flopwatch.settings import SettingsError
 
 MAX_POINTS = 11_000  # of a series in one answer of Prometheus
+NOT_SERIES = (ValueError, LookupError, TypeError, RecursionError)  # raised by an answer of another shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +55,7 @@ class PrometheusClient:
                 # POST, since a query may be longer than a URL.
                 response = http.post(f"{self._url}/api/v1/{endpoint}", data=parameters)
             result = response.json()["data"]["result"] if response.is_success else None
-        except (
-            httpx.HTTPError,
-            httpx.InvalidURL,
-            OSError,
-            ValueError,
-            LookupError,
-            TypeError,
-            RecursionError,
-        ) as error:
+        except (OSError, httpx.HTTPError, httpx.InvalidURL, *NOT_SERIES) as error:
             reason = str(error) or type(error).__name__
             raise SettingsError(
                 f"{self._url} does not answer as a Prometheus does: {reason}; is --prometheus right?"
