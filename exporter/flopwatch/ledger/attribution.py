@@ -9,7 +9,7 @@ type. No message text is interpreted.
 import re
 import signal
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from flopwatch.catalogue.xid import sxids, xids
 
@@ -67,7 +67,6 @@ _XID: dict[str, tuple[str, float, float]] = {
     "nvlink": ("nvlink", STRONG, WEAK),
     "application": ("software", STRONG, STRONG),
 }
-_STOPPED_PROCESSING = 43  # follows any fault of the job's channel
 _SXID = {"always fatal": DECISIVE, "potentially fatal": STRONG}
 
 
@@ -133,7 +132,9 @@ def attribute(
     )
     echoes = [claim for claim in claims if not claim.cause]
     if not reasons:
-        return IncidentCause("unknown", "none", why=_no_cause(echoes))
+        texts = sorted({claim.text for claim in echoes})
+        only = f", only {', '.join(texts[:3])}" if texts else ""
+        return IncidentCause("unknown", "none", why=f"nothing was seen that explains it{only}")
     return _judge(loss, reasons, echoes)
 
 
@@ -231,7 +232,7 @@ def _xid(code: str) -> tuple[str, float, str] | None:
         return None
     cause, grave, error = _XID[row.category]
     weight = {"fatal": grave, "critical": grave, "error": error}.get(row.severity)
-    if code == str(_STOPPED_PROCESSING):
+    if code == "43":  # follows any fault of the job's channel
         weight = WEAK
     return None if weight is None else (cause, weight, f"Xid {code} ({row.name})")
 
@@ -284,14 +285,14 @@ def _drop_common_silence(loss: LostTime, claims: Sequence[_Claim]) -> list[_Clai
     gone = {claim.evidence.host for claim in claims if claim.evidence.kind == "node_gone"}
     if not gone or not loss.hosts or gone < loss.hosts:
         return list(claims)
-    others = [one for one in claims if one.evidence.kind != "node_gone"]
-    silent = [one for one in claims if one.evidence.kind == "node_gone"]
-    if len(loss.hosts) > 1:
-        return [*others, *(_Claim(one.evidence, "", 0.0, "all nodes silent at once") for one in silent)]
-    # A single node cannot be compared with others.
-    text = "the only node fell silent"
-    weaker = [replace(one, cause="host", weight=WEAK, text=text, score=one.score * WEAK / one.weight) for one in silent]
-    return [*others, *weaker]
+    kept = [one for one in claims if one.evidence.kind != "node_gone"]
+    for one in (one for one in claims if one.evidence.kind == "node_gone"):
+        if len(loss.hosts) > 1:
+            kept.append(_Claim(one.evidence, "", 0.0, "all nodes silent at once"))
+        else:  # a single node cannot be compared with others
+            score = one.score * WEAK / one.weight
+            kept.append(_Claim(one.evidence, "host", WEAK, "the only node fell silent", score))
+    return kept
 
 
 def _contradicts(best: _Claim, other: _Claim) -> bool:
@@ -322,8 +323,3 @@ def _when(loss: LostTime, evidence: Evidence) -> str:
     if evidence.t < loss.began:
         return f"{loss.began - evidence.t:.0f} s before {name}"
     return f"{evidence.t - loss.began:.0f} s after {name}"
-
-
-def _no_cause(echoes: Sequence[_Claim]) -> str:
-    texts = sorted({claim.text for claim in echoes})
-    return "nothing was seen that explains it" + (f", only {', '.join(texts[:3])}" if texts else "")

@@ -51,27 +51,21 @@ class Buckets:
 
     def book(self, bucket: str, seconds: float, *, held: bool = True) -> None:
         """Add seconds to a bucket of the run and its attempt. `held` is False if the run held no GPUs in them."""
+        attempt, gpus = self.reporters.current, self.reporters.total("gpus") if held else 0.0
         self.seconds[bucket] += seconds
-        attempt, charged = self.reporters.current, bucket not in RETAINED
-        if charged:
-            self.incidents.charge(seconds)
+        self.gpu_seconds[bucket] += seconds * gpus
+        if bucket not in RETAINED:
+            self.incidents.charge(seconds, seconds * gpus)
         if bucket == "down":
             attempt.down_seconds += seconds
-        else:
-            attempt.seconds[bucket] = attempt.seconds.get(bucket, 0.0) + seconds
-        if not held:
-            return
-        gpus = self.reporters.total("gpus")
-        attempt.gpus = max(attempt.gpus, gpus)
-        self.gpu_seconds[bucket] += seconds * gpus
-        if charged:
-            self.incidents.charge(0.0, seconds * gpus)
-        if bucket == "down":
             attempt.down_gpu_seconds += seconds * gpus
         else:
+            attempt.seconds[bucket] = attempt.seconds.get(bucket, 0.0) + seconds
             attempt.gpu_seconds[bucket] = attempt.gpu_seconds.get(bucket, 0.0) + seconds * gpus
-        self.unpriced_seconds += seconds
-        self.price()
+        if held:
+            attempt.gpus = max(attempt.gpus, gpus)
+            self.unpriced_seconds += seconds
+            self.price()
 
     def price(self) -> None:
         """Add FLOPs and peak capacity not yet counted to the totals, but only once every node reports its peak."""

@@ -42,9 +42,8 @@ class RunEvidence:
 
     def mark_alive(self, host: str, incident: int) -> None:
         """Record that a host survived the incident with this number."""
-        hosts = self._alive.setdefault(incident, set())
-        if host not in hosts:
-            hosts.add(host)
+        if host not in self.alive(incident):
+            self._alive.setdefault(incident, set()).add(host)
             self.changed.add(host)
 
     def alive(self, incident: int) -> set[str]:

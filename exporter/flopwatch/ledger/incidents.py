@@ -26,7 +26,6 @@ _EVIDENCE_AGE = 3600.0  # seconds for which evidence is kept, since a late recor
 _MAX_STANDSTILL = 86400.0  # seconds without a step for which an attempt's evidence is kept
 # A wait of the attempt itself is evidence that the ledger adds.
 _WAIT_KINDS = {"data_stall": "data_stall", "checkpoint_save": "checkpoint_wait"}
-_CAUSE_FIELDS = ("cause", "confidence", "host", "gpu", "port", "why")
 
 
 @dataclass(slots=True)
@@ -62,10 +61,6 @@ class Incident:
         since = self.silent.get(record.source)
         return since is not None and record.t > since and (record.attempt == self.attempt or record.t <= since + AFTER)
 
-    def is_ready(self, now: float) -> bool:
-        """Return whether the loss is over and evidence from `now` (Unix time) on is too late to explain it."""
-        return self.back is not None and now >= self.ended + AFTER
-
     def find_cause(self, evidence: RunEvidence) -> IncidentCause:
         """Return the cause of the loss by the evidence so far."""
         alive = evidence.alive(self.number)
@@ -80,17 +75,15 @@ class Incident:
 
     def settle(self, evidence: RunEvidence) -> None:
         """Store the cause of the loss by the evidence so far. It does not change afterwards."""
-        cause = self.find_cause(evidence)
-        for name in _CAUSE_FIELDS:
-            setattr(self, name, getattr(cause, name))
+        for name, value in shallow_dict(self.find_cause(evidence)).items():
+            setattr(self, name, value)
         self.settled, self.hosts, self.silent = True, [], {}
 
     def figures(self, evidence: RunEvidence) -> dict[str, Any]:
         """Return the incident as a JSON object for the API and exports, with the cause so far if it is not settled."""
         shown = shallow_dict(self)
         if not self.settled:
-            cause = self.find_cause(evidence)
-            shown |= {name: getattr(cause, name) for name in _CAUSE_FIELDS}
+            shown |= shallow_dict(self.find_cause(evidence))
         for name in ("hosts", "silent", "follows", "until"):
             del shown[name]
         return shown
@@ -229,10 +222,10 @@ class Incidents:
                 self.changed.add(number)
 
     def settle_ready(self, *, over: bool) -> None:
-        """Settle each incident whose evidence is complete, or every incident if the run is `over`."""
-        for number in list(self.unsettled):
-            if over or self.by_number[number].is_ready(self.reporters.clock):
-                self._settle(self.by_number[number])
+        """Settle each incident that is over and too old for more evidence, or every incident if the run is `over`."""
+        for incident in [self.by_number[number] for number in self.unsettled]:
+            if over or (incident.back is not None and self.reporters.clock >= incident.ended + AFTER):
+                self._settle(incident)
 
     def _settle(self, incident: Incident) -> None:
         if self.slow == incident.number:

@@ -17,7 +17,7 @@ from flopwatch.ledger.buckets import Buckets
 from flopwatch.ledger.incidents import MAX_HISTORY, Incidents
 from flopwatch.ledger.record import LedgerRecord
 from flopwatch.ledger.reporters import Reporters
-from flopwatch.ledger.slowdowns import Pace, Slowdown
+from flopwatch.ledger.slowdowns import Pace
 
 _QUEUES_AGAIN = ("preempted", "resized")  # planned ends after which a run waits for GPUs and is not down
 _MAX_PAST = 100  # ended attempts that a run remembers by name; older ones are recognised by their start
@@ -226,19 +226,15 @@ class RunLedger:
         begin, buckets = attempt.cursor, self.buckets
         new = begin >= buckets.mark and self.incidents.current is None
         progress = buckets.settle_steps(begin, step, ended)
-        if progress is not None:
-            self._recover(progress)
+        if progress is not None:  # a step above the high-water mark ended
+            self.incidents.close_current(progress)
+            recovered = self.incidents.recover(progress)
+            if recovered is not None and recovered[0] in self.history:
+                self.history[recovered[0]]["recovery_seconds"] = recovered[1]
+                self.changed_history.add(recovered[0])
         attempt.cursor = step
         for slowdown in attempt.pace.made(step - begin if new else 0.0, ended, buckets.frontier - buckets.pending):
             self.incidents.take_slowdown(slowdown)
-
-    def _recover(self, at: float) -> None:
-        """Close the current incident and recovery, because a step above the high-water mark ended at `at`."""
-        self.incidents.close_current(at)
-        recovered = self.incidents.recover(at)
-        if recovered is not None and recovered[0] in self.history:
-            self.history[recovered[0]]["recovery_seconds"] = recovered[1]
-            self.changed_history.add(recovered[0])
 
     def _finish(self, record: LedgerRecord, end: str) -> None:
         """Store how a node ended. Close the attempt if none of its nodes is live or the whole run ended."""
@@ -267,7 +263,12 @@ class RunLedger:
             furthest = max(nodes.values(), key=lambda x: x.position)
             last_report, hung = furthest.t, furthest.open_step
             self._follow(furthest)
-        stall = self._close_pace(attempt)
+        stall = None
+        for slowdown in attempt.pace.close():
+            if slowdown.kind == "end":
+                stall = slowdown
+            else:
+                self.incidents.take_slowdown(slowdown)
         if end == "silent":
             reported = {x.end for x in nodes.values()}
             end = next((status for status in ("failed", "preempted", "resized", "gone") if status in reported), end)
@@ -290,16 +291,6 @@ class RunLedger:
         past[attempt.id] = max(buckets.frontier, *(x.t for x in nodes.values()), attempt.start)
         while len(past) > _MAX_PAST:
             del past[next(iter(past))]
-
-    def _close_pace(self, attempt: Attempt) -> Slowdown | None:
-        """Record the slowdowns that end with an attempt, and return the stall under way at its end, or None."""
-        stall = None
-        for slowdown in attempt.pace.close():
-            if slowdown.kind == "end":
-                stall = slowdown
-            else:
-                self.incidents.take_slowdown(slowdown)
-        return stall
 
     def _advance(self, until: float, bucket: str) -> None:
         """Move the frontier to `until` and attribute the time to `bucket`, without GPUs between two allocations."""

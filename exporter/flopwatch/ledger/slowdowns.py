@@ -121,14 +121,12 @@ class Pace:
         lost, last = self._stalled(steps, waits, still), self.last
         if save > 0:
             self.saves = [*self.saves, round(save, 3)][-_MAX_SAVES:]
-        if lost and last is not None:
-            began, gpus = began - self._move_wait(lost, last), min(gpus, last.gpus)
+        stall = self._stall("stall", lost, began, gpus, at) if lost else None
         if last is not None:
             yield from self._take(last)
         self.last = None if lost else _Steps(began, at, gpus, steps, seconds + data, data, save)
-        if lost:
-            total = sum(lost.values())
-            yield Slowdown("stall", max(lost, key=lost.__getitem__), began, at, total, total * gpus)
+        if stall is not None:
+            yield stall
 
     def following(self, since: float) -> Pace:
         """Return the pace of the next attempt, which starts at `since` (Unix time) and inherits the usual values."""
@@ -139,31 +137,33 @@ class Pace:
         """Yield the slowdowns that end with the attempt. A stall during which it ended has the kind `end`."""
         lost = {} if self.charged else self._stalled(0.0, {**self.waits, "step": 0.0}, self.still)
         if lost:
-            began, gpus = self.since, self.gpus or 0.0
-            if self.last is not None:
-                began, gpus = began - self._move_wait(lost, self.last), min(gpus, self.last.gpus)
-            total = sum(lost.values())
-            yield Slowdown("end", max(lost, key=lost.__getitem__), began, began + total, total, total * gpus)
+            yield self._stall("end", lost, self.since, self.gpus or 0.0)
         if self.last is not None:
             yield from self._take(self.last)
         if self.stretch is not None and self.stretch.counts:
             yield self.stretch.slowdown(over=True)
         self.last = self.minute = self.stretch = None
 
-    def _move_wait(self, lost: dict[str, float], last: _Steps) -> float:
-        """Add the unusual waits of `last`, the steps before a stall, to the stall's seconds by activity, `lost`.
+    def _stall(
+        self, kind: str, lost: dict[str, float], began: float, gpus: float, ended: float | None = None
+    ) -> Slowdown:
+        """Return a stall of `lost` seconds by activity, to which the unusual waits of the steps before it are added.
 
-        Waits for data are removed from `last`, so that they do not count twice. Returns the seconds added.
+        Waits for data are removed from those steps, so that they do not count twice.
         """
-        moved, usual = 0.0, self._usual() or self.before
-        if "data_stall" in lost and usual is not None:
-            moved = max(0.0, last.data - last.steps * usual[1])
-            lost["data_stall"] += moved
-            last.data, last.seconds = last.data - moved, last.seconds - moved
-        if "checkpoint_save" in lost:
-            lost["checkpoint_save"] += last.save
-            moved += last.save
-        return moved
+        last, usual, moved = self.last, self._usual() or self.before, 0.0
+        if last is not None:
+            if "data_stall" in lost and usual is not None:
+                moved = max(0.0, last.data - last.steps * usual[1])
+                lost["data_stall"] += moved
+                last.data, last.seconds = last.data - moved, last.seconds - moved
+            if "checkpoint_save" in lost:
+                lost["checkpoint_save"] += last.save
+                moved += last.save
+            began, gpus = began - moved, min(gpus, last.gpus)
+        total = sum(lost.values())
+        ended = began + total if ended is None else ended
+        return Slowdown(kind, max(lost, key=lost.__getitem__), began, ended, total, total * gpus)
 
     def _take(self, steps: _Steps) -> Iterator[Slowdown]:
         """Add steps to the current minute of steps. Yield the slowdowns that the minute shows once it is complete."""

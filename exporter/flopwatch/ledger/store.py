@@ -79,8 +79,7 @@ def filesystem(path: Path, mounts: str) -> str:
     kind, longest = "", -1
     for line in mounts.splitlines():
         _, where, fstype, *_ = line.split(" ")
-        for octal, character in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
-            where = where.replace(octal, character)
+        where = re.sub(r"\\([0-7]{3})", lambda escape: chr(int(escape[1], 8)), where)
         # The last of several mounts on one directory hides the others.
         if path.is_relative_to(where) and len(where) >= longest:
             kind, longest = fstype, len(where)
@@ -125,22 +124,18 @@ class Store:
                 text = "which cannot lock a database; set --state to a local disk"
                 raise SettingsError(f"{path} is on a network filesystem ({kind}), {text}")
             self._guard = os.open(f"{path}.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise SettingsError(f"the ledger cannot be kept in {path}: {error}") from error
-        try:
-            fcntl.flock(self._guard, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if path.exists() and path.stat().st_size == 0:
-                log.warning("%s is empty, so the ledger begins without its earlier runs", path)
-            self._db = self._open()
+            try:
+                fcntl.flock(self._guard, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if path.exists() and path.stat().st_size == 0:
+                    log.warning("%s is empty, so the ledger begins without its earlier runs", path)
+                self._db = self._open()
+            except BaseException:
+                os.close(self._guard)
+                raise
         except BlockingIOError:
-            os.close(self._guard)
             raise SettingsError(f"another process keeps its ledger in {path}; give each its own --state") from None
-        except sqlite3.Error as error:
-            os.close(self._guard)
+        except (OSError, sqlite3.Error) as error:
             raise SettingsError(f"the ledger cannot be kept in {path}: {error}") from error
-        except SettingsError:
-            os.close(self._guard)
-            raise
 
     def close(self) -> None:
         """Close the file and release its lock."""
@@ -234,18 +229,13 @@ class Store:
             records = [record for delivery in deliveries for record in delivery.records]
             changed = {key for record in records for key in ledger.apply(record, now)}
             self._write(ledger, changed & ledger.runs.keys(), now)
-        except sqlite3.Error as error:
-            self._ledger = None
-            for delivery in deliveries:
-                delivery.error = error
         except Exception as error:
             self._ledger = None
-            if len(deliveries) > 1:
-                # One delivery breaks the ledger: apply each alone, so that the others succeed.
-                for delivery in deliveries:
+            for delivery in deliveries:
+                if len(deliveries) == 1 or isinstance(error, sqlite3.Error):
+                    delivery.error = error
+                else:  # one delivery breaks the ledger: apply each alone, so that the others succeed
                     self._take([delivery])
-            else:
-                deliveries[0].error = error
         except BaseException:
             self._ledger = None
             for delivery in deliveries:
