@@ -80,6 +80,10 @@ def _idle_video(nvml: Simulation, handle: Handle) -> list[int]:
     return [0, 167_000]
 
 
+def _not_supported(nvml: Simulation, handle: Handle) -> int:
+    raise real.NVMLError(real.NVML_ERROR_NOT_SUPPORTED)
+
+
 @dataclass(frozen=True, slots=True)
 class EventData:
     """Replacement of an nvmlEventData_t with a Handle as device, since the real one needs a pointer."""
@@ -392,6 +396,7 @@ ANSWERS: dict[str, Callable[..., Any]] = {
     "nvmlSystemGetDriverVersion": lambda nvml: nvml.driver,
     "nvmlDeviceGetEncoderUtilization": _idle_video,
     "nvmlDeviceGetDecoderUtilization": _idle_video,
+    "nvmlDeviceGetUnrepairableMemoryFlag_v1": _not_supported,
     "nvmlDeviceGetSerial": lambda _, handle: h100.serial(handle.index),
     "nvmlDeviceGetBoardPartNumber": lambda _, handle: "692-2G520-0200-000",
     "nvmlDeviceGetModuleId": lambda _, handle: handle.index + 1,

@@ -303,8 +303,8 @@ def test_what_a_gpu_does_not_have_is_asked_for_once_and_the_costly_now_and_then(
 
     first, second, soon, late, soon_again = calls(0), calls(1), calls(1), calls(8), calls(1)
     assert (soon, late, soon_again) == (1 + 8 * 12, 1 + 8 * 30, 1 + 8 * 12)
-    assert (first - late, second - soon) == (1 + 8 * 22, 8), (
-        "facts, identity, sums over links, links to a CPU; memory for the second sample"
+    assert (first - late, second - soon) == (1 + 8 * 23, 8), (
+        "facts, identity, sums over links, two that it lacks; memory for the second sample"
     )
 
 
