@@ -14,7 +14,7 @@ from typing import Any
 
 import anyio
 import httpx
-from fastapi import APIRouter, FastAPI, HTTPException, Request, Response
+from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.responses import FileResponse, PlainTextResponse
 from fastapi.staticfiles import StaticFiles
 from starlette.middleware.gzip import GZipMiddleware
@@ -70,19 +70,15 @@ class Upstream:
             log.warning("Prometheus does not answer, url=%s error=%r", self._url, str(cause))
             return 502, _error(f"Prometheus does not answer: {cause}; is --prometheus right?")
         if not response.is_success:
-            return status, _as_json(status, body[:100_000])
+            body = body[:100_000]
+            try:
+                json.loads(body)
+            except (ValueError, RecursionError):  # from a proxy, not from Prometheus
+                body = _error(f"Prometheus answers {status}: {body[:500].decode(errors='replace')}")
+            return status, body
         if len(body) > MAX_BYTES:
             return 502, _error(f"the answer has more than {MAX_BYTES >> 20} MiB; ask for less")
         return status, body
-
-
-def _as_json(status: int, body: bytes) -> bytes:
-    """Return an error response of Prometheus as it is, and convert that of a proxy to Prometheus' JSON format."""
-    try:
-        json.loads(body)
-    except (ValueError, RecursionError):
-        return _error(f"Prometheus answers {status}: {body[:500].decode(errors='replace')}")
-    return body
 
 
 def _error(text: str) -> bytes:
@@ -124,6 +120,7 @@ def boards_app(
 ) -> FastAPI:
     """Return the application: page, /api/boards and /api/prometheus."""
     app = FastAPI(title="flopwatch boards", docs_url=None, redoc_url=None, openapi_url=None)
+    limiter = anyio.CapacityLimiter(MAX_QUERIES)
     app.add_middleware(GZipMiddleware, minimum_size=2_000, compresslevel=1)
 
     @app.middleware("http")
@@ -136,42 +133,25 @@ def boards_app(
     async def healthz() -> PlainTextResponse:
         return PlainTextResponse("ok\n")
 
-    app.include_router(_api(boards, upstream, scrape_interval))
-    for folder in ("assets", "public"):
-        app.mount(f"/{folder}", StaticFiles(directory=built / folder))
-
-    @app.get("/")
-    @app.get("/d/{uid}")
-    @app.get("/d/{uid}/{slug}")
-    async def index() -> FileResponse:
-        """Return the page, whose script finds the dashboard's uid in the browser's address."""
-        return FileResponse(built / "index.html", headers={"cache-control": "no-cache"})
-
-    return app
-
-
-def _api(boards: Mapping[str, dict[str, Any]], upstream: Upstream, scrape_interval: float) -> APIRouter:
-    router, limiter = APIRouter(prefix="/api"), anyio.CapacityLimiter(MAX_QUERIES)
-
-    @router.get("/settings")
+    @app.get("/api/settings")
     async def settings() -> dict[str, float]:
         """Return the scrape interval in seconds, which the page cannot find out."""
         return {"scrape_interval": scrape_interval}
 
-    @router.get("/boards")
+    @app.get("/api/boards")
     async def listed() -> list[dict[str, Any]]:
         return [
             {"uid": uid, **{name: board.get(name, "") for name in ("title", "description", "tags")}}
             for uid, board in boards.items()
         ]
 
-    @router.get("/boards/{uid}")
+    @app.get("/api/boards/{uid}")
     async def board(uid: str) -> dict[str, Any]:
         if uid not in boards:
             raise HTTPException(404, f"no dashboard {uid}")
         return boards[uid]
 
-    @router.api_route("/prometheus/{path:path}", methods=["GET", "POST"])
+    @app.api_route("/api/prometheus/{path:path}", methods=["GET", "POST"])
     async def prometheus(path: str, request: Request) -> Response:
         """Forward a query to Prometheus and return the response."""
         if READS.fullmatch(path) is None:
@@ -183,7 +163,17 @@ def _api(boards: Mapping[str, dict[str, Any]], upstream: Upstream, scrape_interv
         status, body = await anyio.to_thread.run_sync(upstream.ask, path, request.url.query, form, limiter=limiter)
         return Response(body, status, media_type="application/json")
 
-    return router
+    for folder in ("assets", "public"):
+        app.mount(f"/{folder}", StaticFiles(directory=built / folder))
+
+    @app.get("/")
+    @app.get("/d/{uid}")
+    @app.get("/d/{uid}/{slug}")
+    async def index() -> FileResponse:
+        """Return the page, whose script finds the dashboard's uid in the browser's address."""
+        return FileResponse(built / "index.html", headers={"cache-control": "no-cache"})
+
+    return app
 
 
 def run(settings: BoardsSettings) -> None:

@@ -52,9 +52,8 @@ def _look(options: argparse.Namespace, settings: ExporterSettings) -> Iterator[L
     pointed = options.direct or options.simulate is not None or options.sysfs is not None
     if not pointed or options.url is not None:
         url = options.url or URL
-        tls = None
-        if url.startswith("https:"):
-            tls = client_tls(options.ca_file, options.cert_file, options.key_file)
+        files = (options.ca_file, options.cert_file, options.key_file)
+        tls = client_tls(*files) if url.startswith("https:") else None
         password = _password(options.password_file)
 
         def look() -> list[Sample]:

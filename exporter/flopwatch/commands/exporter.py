@@ -12,21 +12,17 @@ from flopwatch.settings import ExporterSettings
 def run(options: argparse.Namespace) -> int:
     """Serve until stopped, or with --release make the running exporter close its driver handles for some time."""
     settings = ExporterSettings(**given(options, ExporterSettings))
-    if options.release is not None:
-        return _release(settings.state, options.release)
-    from flopwatch.node.server import run as serve
+    if options.release is None:
+        from flopwatch.node.server import run as serve
 
-    serve(settings, sources(settings))
-    return 0
-
-
-def _release(state: Path, time: float) -> int:
+        serve(settings, sources(settings))
+        return 0
     from flopwatch.node.driver_release import ask
 
-    if problem := ask(state, time):
+    if problem := ask(settings.state, options.release):
         print(f"flopwatch: {problem}", file=sys.stderr)
         return 1
-    print("the driver is released" if time > 0 else "the driver is in use again")
+    print("the driver is released" if options.release > 0 else "the driver is in use again")
     return 0
 
 

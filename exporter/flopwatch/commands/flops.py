@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flopwatch.commands import Commands, command, number
+from flopwatch.commands import Commands, command, given, number
 from flopwatch.settings import SettingsError
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _model(options: argparse.Namespace) -> Transformer:
-    from flopwatch.flops import from_config
+    from flopwatch.flops import Transformer, from_config
 
     file = options.config / "config.json" if options.config.is_dir() else options.config
     try:
@@ -46,12 +46,7 @@ def _model(options: argparse.Namespace) -> Transformer:
     options.model_type = config.get("model_type")
     try:
         model = from_config(config, mtp=options.mtp, vocabulary=options.vocabulary)
-        changes: dict[str, Any] = {"frozen": options.frozen, "frozen_layers": options.frozen_layers}
-        if options.lora_rank is not None:
-            changes["lora_rank"] = options.lora_rank
-        if options.lora_targets is not None:
-            changes["lora_targets"] = options.lora_targets
-        return replace(model, **changes)
+        return replace(model, **given(options, Transformer))
     except ValueError as error:
         raise SettingsError(f"{file}: {error}") from None
 
@@ -98,21 +93,18 @@ def _page(model: Transformer, answer: dict[str, Any], options: argparse.Namespac
     ]
     names = {"active_parameters": "active parameters, N", "matmul_weights": "matmul weights of a token, W"}
     names |= {"mtp_parameters": "parameters of multi-token prediction", "lora_parameters": "parameters of adapters"}
-    shown = [
-        key for key in answer if key.endswith(("parameters", "weights", "_per_token", "_per_sequence", "_per_step"))
-    ]
     facts = []
-    for key in shown:
-        text = names.get(key, key.replace("_", " ").replace("flops", "FLOPs"))
-        facts.append((text, f"{answer[key]:,}" if isinstance(answer[key], int) else f"{answer[key]:,.1f}"))
+    for key, value in answer.items():
+        if key.endswith(("parameters", "weights", "_per_token", "_per_sequence", "_per_step")):
+            text = names.get(key, key.replace("_", " ").replace("flops", "FLOPs"))
+            facts.append((text, f"{value:,}" if isinstance(value, int) else f"{value:,.1f}"))
     left, right = (max(len(fact[column]) for fact in facts) for column in range(2))
     notes = [
         f"{options.model_type}, sequences of s = {options.seq_len} tokens",
         f"convention {options.convention}, {FORMULAS[options.convention]}",
     ]
     if model.mtp_layers:
-        modules = "module" if model.mtp_layers == 1 else "modules"
-        declared = f"{model.mtp_layers} multi-token prediction {modules}"
+        declared = f"{model.mtp_layers} multi-token prediction module{'s' * (model.mtp_layers != 1)}"
         notes.append(f"with {declared}, as the file declares (without: --no-mtp)")
     if model.lora_rank:
         notes.append(f"LoRA of rank {model.lora_rank}: 4 FLOPs per frozen weight and token, 6 per weight of an adapter")

@@ -212,8 +212,6 @@ def from_config(
     _refuse_foreign(f, family)
     try:
         return _transformer(f, family, mtp, vocabulary)
-    except UnknownModel:
-        raise
     except ValueError as error:
         raise UnknownModel(str(error)) from None
 

@@ -270,9 +270,7 @@ class Transformer:
         sparse = layers - dense
         experts = None if self.experts is None else sparse * self.experts
         families: list[tuple[str, tuple[tuple[int, int], ...], int, int | None]] = [
-            (name, shapes, layers, layers) for name, shapes in self._attention_shapes().items()
-        ]
-        families += [
+            *((name, shapes, layers, layers) for name, shapes in self._attention_shapes().items()),
             ("mlp", self._mlp_shapes(self.mlp_width), dense, dense),
             ("experts", self._mlp_shapes(self.expert_width), sparse * self.experts_per_token, experts),
             ("shared_experts", self._mlp_shapes(self.shared_width), sparse, sparse),

@@ -30,10 +30,8 @@ def watch(
     convention     for counting FLOPs from a Hugging Face model's config, unless flops_per_token is given
     """
     watched = common.begin(name, lambda: {**_facts(accelerator), "convention": convention}, run)
-    try:
+    with common.reporting(watched, "watch"):
         _Loop(accelerator, watched, tokens, convention, run.get("flops_per_token"))
-    except Exception as error:
-        watched.recorder.failed("watch", error)
     return watched
 
 
@@ -47,6 +45,7 @@ def _facts(accelerator: Any) -> dict[str, Any]:
 
 class _Loop:
     def __init__(self, accelerator: Any, run: Run, tokens: common.TokensOf, convention: str, flops: Any) -> None:
+        global _watching
         self.run, self._accelerator, self._tokens = run, accelerator, tokens
         if not accelerator._optimizers:
             raise RuntimeError("no optimizer was prepared yet; call watch() after accelerator.prepare()")
@@ -54,7 +53,12 @@ class _Loop:
         self._hook: Any = None
         model = accelerator.unwrap_model(accelerator._models[0]) if accelerator._models else None
         self._session.count_flops(model, given=flops, convention=convention)
-        _wrap_loaders(self)
+        if _watching is not None:
+            _watching.detach()
+        _watching = self
+        module = common.framework("accelerate.data_loader")
+        for kind in (module.DataLoaderShard, module.DataLoaderDispatcher):
+            common.around_iter(kind, _begin)
         engine = getattr(getattr(accelerator, "deepspeed_engine_wrapped", None), "engine", None)
         if engine is None:
             self._hook = accelerator._optimizers[0].optimizer.register_step_post_hook(self._step)
@@ -67,22 +71,21 @@ class _Loop:
         for model in accelerator._models[:1]:
             common.watch(run, model)
 
-    def failed(self, what: str, error: Exception) -> None:
-        self.run.recorder.failed(what, error)
-
     def _role(self, loader: Any) -> str:
         prepared, models = self._accelerator._dataloaders, self._accelerator._models
         first = bool(prepared) and common.same_batches(loader, prepared[0])
         return "training" if first or any(model.training for model in models) else "evaluation"
 
-    @common.guarded
     def _step(self, *_: Any) -> None:
-        self._session.end()
-        self._session.step()
+        with common.reporting(self.run, "_step"):
+            self._session.end()
+            self._session.step()
 
     def batches(self, loader: Any, iterator: Iterator[Any]) -> Iterator[Any]:
         """Yield the batches of `iterator`. If `loader` is for training, count them."""
-        training = self._begins(loader)
+        training = False
+        with common.reporting(self.run, "batches"):
+            training = self._role(loader) == "training"
         own = not common.dispatches(loader, self.run.world_size)
         try:
             for batch in iterator:
@@ -90,50 +93,36 @@ class _Loop:
                     self._take(loader if own else None, batch)
                 yield batch
         finally:
-            self._ends(training)
+            with common.reporting(self.run, "_ends"):
+                if training:
+                    self.run.end_of_batches()
+                else:
+                    self._session.end("evaluation")
 
-    def _begins(self, loader: Any) -> bool:
-        try:
-            return self._role(loader) == "training"
-        except Exception as error:
-            self.failed("batches", error)
-            return False
-
-    @common.guarded
     def _take(self, loader: Any, batch: Any) -> None:
         session = self._session
-        batches = [common.count(batch, self._tokens)] if loader is None else session.take(loader)
-        session.consume(*([common.Batch()] if common.splits_sequences() else batches))
-
-    @common.guarded
-    def _ends(self, training: bool) -> None:
-        if training:
-            self.run.end_of_batches()
-        else:
-            self._session.end("evaluation")
+        with common.reporting(self.run, "_take"):
+            batches = [common.count(batch, self._tokens)] if loader is None else session.take(loader)
+            session.consume(*([common.Batch()] if common.splits_sequences() else batches))
 
     def _save_state(self, save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         position = self.run.position if self._accelerator.is_main_process else None
         with self.run.activity("checkpoint_save"):
             where = save(*args, **kwargs)
-            if position is not None:
-                self._write(where, position)
+            if position is not None and where is not None:
+                with common.reporting(self.run, "_write"):
+                    (Path(where) / POSITION).write_text(json.dumps({"step": position}))
         if position is not None:
             self.run.checkpoint_committed(position)
         return where
 
-    @common.guarded
-    def _write(self, where: Any, position: int) -> None:
-        if where is not None:
-            (Path(where) / POSITION).write_text(json.dumps({"step": position}))
-
     def _load_state(self, load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with self.run.activity("checkpoint_restore"):
             answer = load(*args, **kwargs)
-            self._restored(args[0] if args else kwargs.get("input_dir"))
+            with common.reporting(self.run, "_restored"):
+                self._restored(args[0] if args else kwargs.get("input_dir"))
         return answer
 
-    @common.guarded
     def _restored(self, where: Any) -> None:
         file = None if where is None else Path(where) / POSITION
         if file is not None and file.exists():
@@ -147,25 +136,18 @@ class _Loop:
             raise RuntimeError("the checkpoint has no step; call run.restored(step=...)")
 
     def _log(self, log: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._logged(args[0] if args else kwargs.get("values"))
+        with common.reporting(self.run, "_logged"):
+            common.report_logged(self.run, (args[0] if args else kwargs.get("values")) or {})
         return log(*args, **kwargs)
 
-    @common.guarded
-    def _logged(self, values: Any) -> None:
-        if values is not None:
-            common.report_logged(self.run, values)
-
     def _end_training(self, end: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        answer = end(*args, **kwargs)
-        self._finish()
-        return answer
-
-    @common.guarded
-    def _finish(self) -> None:
         global _watching
-        _watching = None
-        self.detach()
-        self._session.finish("completed")
+        answer = end(*args, **kwargs)
+        with common.reporting(self.run, "_finish"):
+            _watching = None
+            self.detach()
+            self._session.finish("completed")
+        return answer
 
     def detach(self) -> None:
         if self._hook is not None:
@@ -173,17 +155,6 @@ class _Loop:
 
 
 _watching: _Loop | None = None
-
-
-def _wrap_loaders(loop: _Loop) -> None:
-    """Patch Accelerate's loader classes, so that `loop` sees the batches of all loaders, also of later ones."""
-    global _watching
-    if _watching is not None:
-        _watching.detach()
-    _watching = loop
-    module = common.framework("accelerate.data_loader")
-    for kind in (module.DataLoaderShard, module.DataLoaderDispatcher):
-        common.around_iter(kind, _begin)
 
 
 def _begin(loader: Any, original: Callable[[Any], Iterator[Any]]) -> Iterator[Any]:

@@ -10,10 +10,12 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+import math
 import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -44,15 +46,24 @@ def framework(*modules: str) -> Any:
     raise ImportError(f"this needs {' or '.join(names)}, which is not installed: pip install {names[0]}")
 
 
+@contextmanager
+def reporting(run: Run, what: str) -> Iterator[None]:
+    """Report an exception inside the `with` statement to the run as one of `what`, and continue after it."""
+    try:
+        yield
+    except Exception as error:
+        run.recorder.failed(what, error)
+
+
 def guarded(method: _Method) -> _Method:
-    """Return the callback's method with every exception caught and passed to `self.failed(name, error)`."""
+    """Return the callback's method with every exception caught, and reported to its run if there is one."""
 
     @functools.wraps(method)
     def guard(self: Any, *args: Any, **kwargs: Any) -> None:
         try:
             method(self, *args, **kwargs)
         except Exception as error:
-            self.failed(method.__name__, error)
+            failed(self.run, method.__name__, error)
 
     return cast(_Method, guard)
 
@@ -114,10 +125,8 @@ def report_logged(run: Run, values: Mapping[str, Any]) -> None:
 
 def log_metrics(run: Run, log: Callable[..., Any], metrics: Any, *args: Any, **kwargs: Any) -> Any:
     """Report loss and grad_norm among a logger's metrics, then return the result of the logger's method `log`."""
-    try:
+    with reporting(run, getattr(log, "__name__", "log")):
         report_logged(run, metrics)
-    except Exception as error:
-        run.recorder.failed(getattr(log, "__name__", "log"), error)
     return log(metrics, *args, **kwargs)
 
 
@@ -126,18 +135,24 @@ def _plain(values: Mapping[str, Any], names: Sequence[str]) -> float | None:
     return next((float(value) for value in candidates if isinstance(value, (int, float))), None)
 
 
+def failed(run: Run | None, what: str, error: Exception) -> None:
+    """Report an error of the method `what` to the run, or log it if there is no run yet."""
+    if run is not None:
+        run.recorder.failed(what, error)
+    else:
+        log.warning("%s: %s (training goes on)", what, error)
+
+
 class ReporterMixin:
     """Mixin of the callbacks that reports their errors, and leaves the run out of pickles and copies."""
 
     run: Run | None = None
     _session: TrainingSession | None = None
 
-    def failed(self, what: str, error: Exception) -> None:
-        """Report an error of the method `what` to the run, or log it if there is no run yet."""
-        if self.run is not None:
-            self.run.recorder.failed(what, error)
-        else:
-            log.warning("%s: %s (training goes on)", what, error)
+    def _finish(self, status: str) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            session.finish(status)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without the run, which cannot be pickled, for trainers that pickle callbacks."""
@@ -204,15 +219,6 @@ class _WatchedIterator(Iterator[Any]):
         return getattr(self._iterator, name)
 
 
-def _wrap_loaders() -> None:
-    """Patch `DataLoader.__iter__` so that the active TrainingSession sees every batch."""
-    kinds = [framework("torch.utils.data").DataLoader]
-    if "torchdata.stateful_dataloader" in sys.modules:  # which has an __iter__ of its own
-        kinds.append(sys.modules["torchdata.stateful_dataloader"].StatefulDataLoader)
-    for kind in kinds:
-        around_iter(kind, _begin)
-
-
 def _begin(loader: Any, original: Callable[[Any], Iterator[Any]]) -> Iterator[Any]:
     session = _watching
     fetched = None if session is None else session.loop_begins(loader)
@@ -247,7 +253,11 @@ class TrainingSession:
         self._consumed: list[Batch] = []  # since the last step
         self._flops: Callable[[Sequence[int]], int] | None = None
         self._activity: str | None = None  # the open one
-        _wrap_loaders()
+        kinds = [framework("torch.utils.data").DataLoader]
+        if "torchdata.stateful_dataloader" in sys.modules:  # which has an __iter__ of its own
+            kinds.append(sys.modules["torchdata.stateful_dataloader"].StatefulDataLoader)
+        for kind in kinds:
+            around_iter(kind, _begin)
         _watching = self
 
     def begin(self, activity: str) -> None:
@@ -266,7 +276,7 @@ class TrainingSession:
 
     def loop_begins(self, loader: Any) -> deque[Batch] | None:
         """Record that a loop over `loader` begins. Return a queue for its batches, None if not for training."""
-        try:
+        with reporting(self.run, "loaders"):
             if threading.get_ident() != self._thread:
                 return None
             role = self._role(loader)
@@ -279,17 +289,13 @@ class TrainingSession:
             fetched = self._fetched[_data(loader)] = deque()
             self.run.waiting_for_batch()
             return fetched
-        except Exception as error:
-            self.run.recorder.failed("loaders", error)
-            return None
+        return None
 
     def asks_for_batch(self) -> None:
         """Record that the loop begins to wait for a training batch."""
-        try:
+        with reporting(self.run, "loaders"):
             self.end()
             self.run.waiting_for_batch()
-        except Exception as error:
-            self.run.recorder.failed("loaders", error)
 
     def got_batch(self, fetched: deque[Batch], *batch: Any) -> None:
         """Record that the wait ended, and add the batch, if one arrived, to the queue `fetched`."""
@@ -369,13 +375,11 @@ def watch(run: Run, model: Any) -> None:
     def first_forward(*_: Any) -> None:
         if compiler.is_compiling():
             return  # an empty hook costs a compiled model nothing; its waits stay unmeasured
-        try:
+        with reporting(run, "watch"):
             handle.remove()
             # In PyTorch since 1.12, for its compiler, which must find the DDP model from inside.
             around = getattr(ddp, "_get_active_ddp_module", lambda: None)()
             run.watch(model if around is None else around)
-        except Exception as error:
-            run.recorder.failed("watch", error)
 
     handle = model.register_forward_pre_hook(first_forward)
 
@@ -392,10 +396,8 @@ def accelerate_replica() -> tuple[int | None, Any]:
     parallelism = getattr(state, "parallelism_config", None)
     if kind == "MEGATRON_LM":
         return None, mesh  # Megatron's own state has them
-    ranks = 1
-    for size in ("tp_size", "cp_size", "sp_size"):
-        ranks *= int(getattr(parallelism, size, 1) or 1)
-    return ranks, mesh
+    sizes = (int(getattr(parallelism, name, 1) or 1) for name in ("tp_size", "cp_size", "sp_size"))
+    return math.prod(sizes), mesh
 
 
 def accelerate_precision() -> str:

@@ -30,7 +30,7 @@ def watch(
     convention       for counting FLOPs from a Hugging Face model's config, unless flops_per_token is given
     """
     watched = common.begin(name, lambda: {**_facts(engine), "convention": convention}, run)
-    try:
+    with common.reporting(watched, "watch"):
         # An engine is a module, whose mode shows the purpose of the loaded batches.
         roles = {True: "training", False: "evaluation"}
         session = common.TrainingSession(watched, tokens=tokens, role=lambda _: roles[engine.module.training])
@@ -38,8 +38,6 @@ def watch(
         steps(session, engine, tokens_per_step)
         checkpoints(watched, engine)
         watched.watch(engine.module)
-    except Exception as error:
-        watched.recorder.failed("watch", error)
     return watched
 
 
@@ -56,28 +54,23 @@ def steps(session: common.TrainingSession, engine: Any, tokens_per_step: int | N
     """Record the engine's updates as steps. `tokens_per_step`, of all ranks, replaces counting the batches' tokens."""
     run, updates = session.run, engine.global_steps
 
-    def look() -> None:
-        nonlocal updates
-        before, updates = updates, engine.global_steps
-        if updates <= before:
-            return
-        fetched = session.take_all()
-        if tokens_per_step is None:
-            session.end()
-            session.consume(*fetched)
-            session.step()
-        else:
-            run.step(global_tokens=tokens_per_step)
-        norm = engine.get_global_grad_norm()
-        if isinstance(norm, (int, float)):
-            run.logged(grad_norm=norm)
-
     def step(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        nonlocal updates
         answer = method(*args, **kwargs)
-        try:
-            look()
-        except Exception as error:
-            run.recorder.failed("look", error)
+        with common.reporting(run, "look"):
+            before, updates = updates, engine.global_steps
+            if updates <= before:
+                return answer
+            fetched = session.take_all()
+            if tokens_per_step is None:
+                session.end()
+                session.consume(*fetched)
+                session.step()
+            else:
+                run.step(global_tokens=tokens_per_step)
+            norm = engine.get_global_grad_norm()
+            if isinstance(norm, (int, float)):
+                run.logged(grad_norm=norm)
         return answer
 
     def evaluate(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

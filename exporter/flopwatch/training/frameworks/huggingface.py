@@ -135,9 +135,7 @@ class FlopwatchCallback(common.ReporterMixin, _transformers.TrainerCallback):  #
     @common.guarded
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Finish the run: completed if all steps were taken, else stopped."""
-        session, self._session = self._session, None
-        if session is not None:
-            session.finish("completed" if state.global_step >= state.max_steps else "stopped")
+        self._finish("completed" if state.global_step >= state.max_steps else "stopped")
 
 
 def _facts(args: Any, model: Any, convention: str) -> dict[str, Any]:

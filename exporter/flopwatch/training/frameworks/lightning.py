@@ -111,11 +111,6 @@ class FlopwatchCallback(common.ReporterMixin, _lightning.Callback):  # type: ign
         """Finish the run: completed if all steps were taken, stopped if a stop was requested before."""
         self._finish("stopped" if trainer.should_stop else "completed")
 
-    def _finish(self, status: str) -> None:
-        session, self._session = self._session, None
-        if session is not None:
-            session.finish(status)
-
     def state_dict(self) -> dict[str, Any]:
         """Return the run's completed steps and tokens, to be stored in the checkpoint."""
         position = None if self.run is None else self.run.position
@@ -139,10 +134,8 @@ def _save(
 ) -> Any:
     """Save a checkpoint by calling `save`, record its time, and report its step as durable once it is on disk."""
     step, later = run.position, False
-    try:
+    with common.reporting(run, "save_checkpoint"):
         later = _writes_in_background(run, trainer, saved)
-    except Exception as error:
-        run.recorder.failed("save_checkpoint", error)
     with run.activity("checkpoint_save"):
         if later and trainer.is_global_zero and step is not None:
             saved.append(-1 if weights_only else step)

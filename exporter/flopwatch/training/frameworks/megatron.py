@@ -25,7 +25,7 @@ def begin(args: Any, **arguments: Any) -> None:
             consumed = args.consumed_train_samples * args.seq_length
             run.restored(args.iteration, consumed / _replicas(args))
     except Exception as error:
-        _failed("begin", error)
+        common.failed(run, "begin", error)
 
 
 def _replicas(args: Any) -> int:
@@ -41,7 +41,7 @@ def step(args: Any, samples: int, flops: float, tokens: float | None = None) -> 
             tokens = samples * args.seq_length if tokens is None else tokens
             run.step(global_tokens=tokens, flops=flops / replicas, samples=samples / replicas)
     except Exception as error:
-        _failed("step", error)
+        common.failed(run, "step", error)
 
 
 def enter(activity: str) -> None:
@@ -66,10 +66,3 @@ def finish(status: str = "completed") -> None:
     """Finish the run. Pass `preempted` where Megatron exits before its last iteration."""
     if run is not None:
         run.finish(status)
-
-
-def _failed(what: str, error: Exception) -> None:
-    if run is not None:
-        run.recorder.failed(what, error)
-    else:
-        common.log.warning("%s: %s (training goes on)", what, error)

@@ -117,22 +117,18 @@ def _save(
 ) -> bool:
     """Call torchtitan's `save`, and record the checkpoint once it is written, unless it has only weights."""
     before = getattr(checkpointer, "save_future", None)
-    try:
+    saves = False
+    with common.reporting(run, "checkpoint"):
         saves = bool(checkpointer._should_save(step, last_step))
-    except Exception as error:
-        run.recorder.failed("checkpoint", error)
-        saves = False
     if not saves:
         return save(step, last_step, **kwargs)
     with run.activity("checkpoint_save"):
         saved = save(step, last_step, **kwargs)
-    try:
+    with common.reporting(run, "checkpoint"):
         if saved and not (last_step and checkpointer.last_save_model_only):  # a run cannot resume from weights alone
             future = checkpointer.save_future
             if future is None or future is before:
                 run.checkpoint_committed(step)
             else:
                 run.checkpoint_goes_on(future, step)
-    except Exception as error:
-        run.recorder.failed("checkpoint", error)
     return saved

@@ -9,8 +9,8 @@ import pytest
 
 from flopwatch.node.collectors.nvml import Nvml
 from flopwatch.node.collectors.nvml.fields import Key
-from flopwatch.simulate import SimulatedNode
 from flopwatch.simulate.pynvml import Handle, Simulation
+from simulator.host import SimulatedNode
 
 C2C_LINKS = 10
 GPU = "0,GPU-51a70000-0000-4000-8000-000000000000"
