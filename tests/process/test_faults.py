@@ -487,6 +487,7 @@ def test_every_family_of_the_exporter_itself_is_served(simulated: Exporter) -> N
         "flopwatch_driver_released_until_timestamp_seconds",  # only while it is released
         "flopwatch_kernel_log_lost_total",  # of a device
         "flopwatch_nvml_field_latency_seconds_total",  # of a driver that reports it
+        "flopwatch_nvml_slow_gpu_seconds",  # while one is slow
         "flopwatch_profiling_paused",  # with DCGM
         "flopwatch_ledger_requests_total",  # of a ledger of its own
     }

@@ -6,6 +6,7 @@ explained by a line of the doctor, and no read may exceed the deadline of a scra
 
 from __future__ import annotations
 
+import os
 import random
 from collections import defaultdict
 from collections.abc import Mapping
@@ -31,6 +32,7 @@ INTERVAL = 15  # seconds between two scrapes
 DEADLINE = ExporterSettings(host="node1").scrape_deadline
 PARTITIONED, SLOW = "2", "7"  # GPUs
 SETTINGS = ("no_persistence", "no_ecc")  # lies that are the truth about the driver
+SEEDS = range(2, 2 + int(os.environ.get("FLOPWATCH_SEEDS", "1")))  # of the hours
 MEMORY = 210.0  # seconds for which a slow driver's values and absences may last: pause, wait, and one scrape
 
 # Rows that are read at every scrape of a GPU that is not slow.
@@ -223,7 +225,7 @@ def test_eight_minutes_of_lies_cost_no_wrong_value(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("seed", range(2, 6))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_an_hour_of_lies_costs_no_wrong_value(tmp_path: Path, seed: int) -> None:
     hour = Hour(tmp_path, seed)
     assert run(hour, 3600) > 230
