@@ -19,6 +19,8 @@ from simulator import nvml_replay as replay
 from simulator.host import SimulatedNode
 from tests.support import ROOT, TESTS
 
+pytestmark = pytest.mark.long
+
 
 def card(*arguments: object, path: Path | None = None) -> subprocess.CompletedProcess[str]:
     """Run the command with these arguments, and with the programs in `path` in front of others."""

@@ -23,7 +23,7 @@ from bench.card.report import FAIL, INFO, PASS, Line, Report, Unavailable, run
 from tests.support import ROOT
 from tests.support.loops import seen_by
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.long, pytest.mark.torch]
 
 
 def judged(compare: Callable[..., None], *arguments: Any) -> dict[str, str]:
