@@ -38,7 +38,7 @@ TARGET = 5
 RECORDED: Mapping[int, Mapping[str, int]] = {
     15: {"rank": 3, "node": 1, "run": 32, "whole": 3},
     30: {"node": 1},
-    60: {"node": 2, "port": 1, "gpu": 1, "rail": 4, "run": 104, "whole": 2},
+    60: {"node": 2, "port": 1, "gpu": 1, "rail": 4, "run": 105, "whole": 2},
     120: {"node": 1, "run": 7, "whole": 4},
 }
 
