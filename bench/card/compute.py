@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from bench.card.jobs import PUSH, Model, device_of, pushing, require_cuda, silent, value
+from bench.card.jobs import Model, cuda, device_of, pushing, require_cuda, silent, value
 from bench.card.report import Report
 from flopwatch.flops import Transformer
 from flopwatch.flops.peaks import peak as peak_of
@@ -137,7 +137,7 @@ def stall_lines(measured: float, slept: list[float], report: Report) -> None:
 def memory(device: str, seconds: float, report: Report) -> None:
     """Provoke an out-of-memory error, and compare the hook's allocator statistics with PyTorch's."""
     require_cuda(device)
-    torch.cuda.init()  # type: ignore[no-untyped-call]
+    cuda.init()
     run = pushing(model=torch.nn.Linear(8, 8, device=device))
     total = torch.cuda.mem_get_info()[1]
     caught = False
@@ -146,7 +146,6 @@ def memory(device: str, seconds: float, report: Report) -> None:
     except torch.OutOfMemoryError:
         caught = True
     allocator_line("out_of_memory", float(caught), 1, report)
-    time.sleep(5 * PUSH)  # the thread that pushes asks the allocator
     statistics = torch.cuda.memory_stats()
     unused = statistics["reserved_bytes.all.current"] - statistics["allocated_bytes.all.current"]
     names = {

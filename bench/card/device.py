@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from bench.card.jobs import polled, require_cuda, sharded, silent, two_ranks_in_name
+from bench.card.jobs import cuda, polled, require_cuda, sharded, silent, two_ranks_in_name
 from bench.card.report import Report, Unavailable
 from flopwatch.training.torch import device as hook
 
@@ -39,7 +39,7 @@ def clock(device: str, seconds: float, report: Report) -> None:
     """Compare marks with the host's clock after a synchronization, and their gaps with CUDA's own events."""
     require_cuda(device)
     errors: list[str] = []
-    torch.cuda.init()  # type: ignore[no-untyped-call]
+    cuda.init()
     moments = hook.moments(time.monotonic, lambda what, error: errors.append(f"{what}: {error}"))
     if moments is None:
         raise Unavailable(f"no marks on this device: {' '.join(errors) or 'not CUDA'}")
@@ -54,7 +54,7 @@ def clock(device: str, seconds: float, report: Report) -> None:
         asked = time.perf_counter()
         mark: Any = moments.mark()
         cost.append(time.perf_counter() - asked)
-        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event = cuda.Event(enable_timing=True)
         event.record()
         synced = None
         if len(pending) % SYNCED_EVERY == SYNCED_EVERY - 1:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from bench.card.jobs import Model, polled, pushing, require_cuda, value
+from bench.card.jobs import Model, cuda, polled, pushing, require_cuda, value
 from bench.card.report import Report
 
 MODES = ("global", "thread_local", "relaxed")  # cudaStreamCaptureMode
@@ -41,7 +41,7 @@ def captured(mode: str) -> tuple[float, float, float]:
     tokens = torch.randint(256, (BATCH, LENGTH), device="cuda")
     run = pushing(model=model)
     with polled(run):
-        stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream = cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(WARM_UP):

@@ -16,6 +16,8 @@ from bench.card.report import Unavailable
 from flopwatch.catalogue import BY_NAME
 from flopwatch.training import Run
 
+cuda: Any = torch.cuda  # PyTorch has no annotations for a part of it
+
 SILENT = {"FLOPWATCH_DISABLE": "1"}
 POLL = 0.05  # seconds between two snapshots of a polled run
 NO_SERVER, PUSH = "http://127.0.0.1:9", 0.1  # URL, and seconds between two pushes
@@ -126,7 +128,8 @@ def two_ranks_in_name(backend: str = "fake") -> Iterator[None]:
         import torch.testing._internal.distributed.fake_pg  # registers the backend
     except ImportError as error:
         raise Unavailable(f"torch {torch.__version__} has no process group without peers: {error}") from error
-    store: Any = getattr(dist, "HashStore")()  # noqa: B009  # not in the stubs
+    untyped: Any = dist  # PyTorch's annotations lack HashStore
+    store = untyped.HashStore()
     dist.init_process_group(backend, rank=0, world_size=2, store=store)
     try:
         yield
@@ -140,14 +143,14 @@ class Delays:
     def __init__(self, cycles: int, event: Callable[[], Any] | None = None) -> None:
         self.cycles = cycles
         self.events: list[tuple[Any, Any]] = []
-        self._event = event or (lambda: torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
+        self._event = event or (lambda: cuda.Event(enable_timing=True))
 
     def delay(self) -> None:
         """Queue one delay on the current stream."""
         began, ended = self._event(), self._event()
         began.record()
         if self.cycles:
-            torch.cuda._sleep(self.cycles)  # type: ignore[no-untyped-call]
+            cuda._sleep(self.cycles)
         ended.record()
         self.events.append((began, ended))
 

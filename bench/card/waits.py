@@ -9,7 +9,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from bench.card.device import GROUPS, WIDTH
-from bench.card.jobs import Delays, cycles_of, polled, require_cuda, sharded, silent, two_ranks_in_name, value
+from bench.card.jobs import Delays, cuda, cycles_of, polled, require_cuda, sharded, silent, two_ranks_in_name, value
 from bench.card.report import Report
 from flopwatch.training import Run
 
@@ -68,7 +68,7 @@ def section(device: str, seconds: float, report: Report) -> None:
         compare("fsdp2", waited, truth, report)
         delays = Delays(cycles)
         model = DistributedDataParallel(torch.nn.Linear(SMALL_WIDTH, SMALL_WIDTH, device=device))
-        model.register_comm_hook(torch.cuda.Stream(), _delayed_hook(delays))  # type: ignore[no-untyped-call]
+        model.register_comm_hook(cuda.Stream(), _delayed_hook(delays))
         waited, truth = _train(model, delays)
         compare("ddp", waited, truth, report)
 

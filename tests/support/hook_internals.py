@@ -198,6 +198,14 @@ def broken(function: FunctionType, places: list[tuple[Any, str, Any]], error: ty
             setattr(owner, name, value)
 
 
+def end_leftovers() -> None:
+    """End the threads of runs whose finish() was broken. Dozens of them would push ten times a second until the end."""
+    for thread in threading.enumerate():
+        if thread.name == "flopwatch" and (target := getattr(thread, "_target", None)) is not None:
+            target.__self__.stop(None)  # its Pusher
+            thread.join()
+
+
 def main() -> None:
     job = plain_job
     if sys.argv[1] == "torch":
@@ -229,6 +237,7 @@ def main() -> None:
                 except BaseException as escaped:
                     at = traceback.extract_tb(escaped.__traceback__)[1:]
                     felt.append(f"{name}: {type(escaped).__name__} in {' > '.join(frame.name for frame in at)}")
+            end_leftovers()
     print(json.dumps({"tried": list(chosen), "felt": felt}))
     if job is torch_job:
         torch.distributed.destroy_process_group()

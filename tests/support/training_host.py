@@ -21,6 +21,12 @@ from flopwatch.settings import ExporterSettings
 from tests.support.otlp_by_hand import START, counter, gauge, process, request
 
 
+def outcomes(registry: CollectorRegistry) -> dict[str, float]:
+    """Return the number of pushes that telemetry received, by outcome."""
+    samples = [sample for family in registry.collect() for sample in family.samples]
+    return {s.labels["outcome"]: s.value for s in samples if s.name == "flopwatch_otlp_pushes_total" and s.value}
+
+
 class Host:
     """Telemetry of one host, whose records reach a ledger when the test lets a second pass."""
 
@@ -63,12 +69,7 @@ class Host:
         return self.ledger.runs["", name]
 
     def counted(self) -> dict[str, float]:
-        return {
-            s.labels["outcome"]: s.value
-            for f in self.registry.collect()
-            for s in f.samples
-            if s.name == "flopwatch_otlp_pushes_total" and s.value
-        }
+        return outcomes(self.registry)
 
 
 def training(age: float, at: float, *, rank: int = 0, **reported: Any) -> ResourceMetrics:

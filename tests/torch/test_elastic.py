@@ -37,6 +37,7 @@ from flopwatch.training.push import pusher
 from tests.support import ROOT
 from tests.support.hook_server import HookServer, Push, python
 from tests.support.machine import PATIENCE, reserved_port, shortest, until
+from tests.support.training_host import outcomes
 
 pytestmark = [pytest.mark.long, pytest.mark.torch, pytest.mark.timeout(600)]
 
@@ -93,12 +94,7 @@ class Node:
 
     def counted(self) -> dict[str, float]:
         """Return the number of pushes by outcome."""
-        return {
-            s.labels["outcome"]: s.value
-            for family in self.registry.collect()
-            for s in family.samples
-            if s.name == "flopwatch_otlp_pushes_total" and s.value
-        }
+        return outcomes(self.registry)
 
 
 @contextmanager

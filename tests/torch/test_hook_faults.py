@@ -428,7 +428,6 @@ def test_settings_that_make_no_sense_change_nothing(plain: Trained, variables: d
 # Faults inside the hook.
 
 
-@pytest.mark.alone  # 40 s alone, and over four minutes beside others
 @pytest.mark.parametrize(
     ("job", "some"),
     [

@@ -178,20 +178,8 @@ def test_captured_documents_of_older_drivers_are_read() -> None:
 def test_an_energy_counter_that_runs_fast_fails(tmp_path: Path) -> None:
     machine = Machine(tmp_path / "node")
     began = machine.now
-    simulation = Simulation(machine.node.root)
-    original = simulation.nvmlDeviceGetFieldValues
-
-    def fast(handle: Any, keys: Any) -> Any:
-        values = original(handle, keys)
-        for value in values:
-            if value.fieldId == 83:
-                value.value.ullVal += int((machine.now - began) * 1e6)
-        return values
-
-    lying = Altered(machine.node.root, nvmlDeviceGetFieldValues=fast)
-    lying.simulation = simulation
-    machine = replace_library(machine, lying)
-    assert failed(lines(machine, smi.section)) == {"energy"}
+    altered = altered_field(machine, 83, lambda energy: energy + int((machine.now - began) * 1e6))
+    assert failed(lines(altered, smi.section)) == {"energy"}
 
 
 def replace_library(machine: Machine, library: Any) -> Machine:
@@ -201,25 +189,31 @@ def replace_library(machine: Machine, library: Any) -> Machine:
     return machine
 
 
+def altered_field(machine: Machine, field: int, change: Callable[[int], int]) -> Machine:
+    """Let a machine's driver return `change(value)` of one integer field."""
+    simulation = Simulation(machine.node.root)
+    original = simulation.nvmlDeviceGetFieldValues
+
+    def fields(handle: Any, keys: Any) -> Any:
+        values = original(handle, keys)
+        for value in values:
+            if value.fieldId == field:
+                value.value.ullVal = change(value.value.ullVal)
+        return values
+
+    altered = Altered(machine.node.root, nvmlDeviceGetFieldValues=fields)
+    altered.simulation = simulation
+    return replace_library(machine, altered)
+
+
 def test_an_energy_field_that_differs_from_its_call_fails(machine: Machine) -> None:
     altered = Altered(machine.node.root, nvmlDeviceGetTotalEnergyConsumption=lambda handle: 10**15)
     assert failed(lines(replace_library(machine, altered), fields.section)) == {"energy"}
 
 
 def test_a_memory_of_0_degrees_fails(machine: Machine) -> None:
-    simulation = Simulation(machine.node.root)
-    original = simulation.nvmlDeviceGetFieldValues
-
-    def cold(handle: Any, keys: Any) -> Any:
-        values = original(handle, keys)
-        for value in values:
-            if value.fieldId == 82:
-                value.value.ullVal = 0
-        return values
-
-    altered = Altered(machine.node.root, nvmlDeviceGetFieldValues=cold)
-    altered.simulation = simulation
-    assert failed(lines(replace_library(machine, altered), fields.section)) == {"memory_temperature"}
+    altered = altered_field(machine, 82, lambda _: 0)
+    assert failed(lines(altered, fields.section)) == {"memory_temperature"}
 
 
 def test_a_series_that_is_missing_in_the_next_read_fails(machine: Machine) -> None:

@@ -13,7 +13,6 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from google.protobuf.message import DecodeError
@@ -192,6 +191,12 @@ def _headers(text: str, variable: str) -> dict[str, str]:
 
 
 def _attributes(values: Mapping[str, str | int | float]) -> list[KeyValue]:
-    kinds = {str: "string_value", int: "int_value"}
-    typed: dict[str, Any] = {key: {kinds.get(type(value), "double_value"): value} for key, value in values.items()}
-    return [KeyValue(key=key, value=AnyValue(**value)) for key, value in typed.items()]
+    attributes = []
+    for key, value in values.items():
+        if isinstance(value, str):
+            attributes.append(KeyValue(key=key, value=AnyValue(string_value=value)))
+        elif isinstance(value, int):
+            attributes.append(KeyValue(key=key, value=AnyValue(int_value=value)))
+        else:
+            attributes.append(KeyValue(key=key, value=AnyValue(double_value=value)))
+    return attributes

@@ -37,6 +37,7 @@ from flopwatch.settings import ExporterSettings
 from tests.support.ledger_server import eventually, ledger_server
 from tests.support.machine import PATIENCE, reserved_port, until
 from tests.support.otlp_by_hand import START, counter, gauge, histogram, process, request, training
+from tests.support.training_host import outcomes
 
 
 class Node:
@@ -71,12 +72,7 @@ class Node:
         return [record for _, records in due.values() for record in records]
 
     def counted(self) -> dict[str, float]:
-        return {
-            s.labels["outcome"]: s.value
-            for f in self.registry.collect()
-            for s in f.samples
-            if s.name == "flopwatch_otlp_pushes_total" and s.value
-        }
+        return outcomes(self.registry)
 
 
 def pushed(*metrics: Any, gpus: dict[str, str] | None = None, **reported: Any) -> Push:
