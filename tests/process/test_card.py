@@ -110,7 +110,7 @@ def test_a_call_that_hangs_costs_its_own_section(node: SimulatedNode, tmp_path: 
 def test_a_reader_is_released_restarted_and_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, limit: float, fails: set[str]
 ) -> None:
-    monkeypatch.setattr(collect, "RESTART_SECONDS", 60.0)  # the tests beside this one use the processors
+    monkeypatch.setattr(collect, "RESTART_SECONDS", 60.0)  # other tests run at the same time
     monkeypatch.setattr(collect, name, limit)
     machine = SimulatedMachine(tmp_path / "node")
     report = Report("x")
