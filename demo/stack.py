@@ -21,6 +21,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from random import SystemRandom
 from typing import Any, Literal
 
 from alerts import AlertSettings, alertmanager_yaml, rules_yaml
@@ -31,6 +32,7 @@ from demo.servers import ROOT, Servers, find
 from simulator.host import SimulatedNode
 
 GRACE = 10.0  # seconds a program has to end after SIGTERM
+_PORTS = range(20000, 32768)  # below net.ipv4.ip_local_port_range of Linux
 MARK = "FLOPWATCH_DEMO_STACK"  # in the environment of every process of a stack, so that all can be found
 Labels = dict[str, str]
 Train = Literal["torch", "simulated"]
@@ -428,15 +430,19 @@ class DemoStack:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return `count` different ports that are free on 127.0.0.1."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [int(each.getsockname()[1]) for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
+    """Return `count` different ports that are free on 127.0.0.1.
+
+    They are below those that Linux gives to clients and to servers that ask for port 0, so none of these takes one
+    before it is used.
+    """
+    free: list[int] = []
+    for port in SystemRandom().sample(_PORTS, len(_PORTS)):
+        if len(free) == count:
+            break
+        with socket.socket() as trial, suppress(OSError):
+            trial.bind(("127.0.0.1", port))
+            free.append(port)
+    return free
 
 
 def fetch(url: str, timeout: float = 10) -> bytes:
