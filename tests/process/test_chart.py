@@ -119,6 +119,7 @@ def test_every_object_has_the_recommended_labels(variant: str) -> None:
         ({"exporter": {"jobMapping": "jobs"}}, "at '/exporter/jobMapping': 'jobs' does not match pattern"),
         ({"exporter": {"topology": "slurm"}}, "at '/exporter/topology': 'slurm' does not match pattern"),
         ({"exporter": {"dcgm": "localhost"}}, "at '/exporter/dcgm': 'localhost' does not match pattern"),
+        ({"exporter": {"dcgmFields": "sm"}}, "at '/exporter/dcgmFields': 'sm' does not match pattern"),
         ({"exporter": {"expose": "dcgm-5"}}, "at '/exporter/expose': value must be one of '', 'dcgm'"),
         ({"exporter": {"simulate": "b200x8"}}, "at '/exporter/simulate': value must be one of '', 'h100x8'"),
         ({"exporter": {"ports": 9450}}, "at '/exporter': additional properties 'ports' not allowed"),
@@ -329,7 +330,9 @@ def test_only_the_container_that_reads_the_kernel_log_is_privileged_and_no_pod_a
                 continue
             assert "privileged" not in security, key
             assert security["allowPrivilegeEscalation"] is False, key
-            assert security["capabilities"] == {"drop": ["ALL"]}, key
+            added = {"add": ["SYS_ADMIN"]} if (key[0], variant) == ("DaemonSet", "mig") else {}
+            assert security["capabilities"] == {"drop": ["ALL"]} | added, key
+            assert ("NVIDIA_MIG_MONITOR_DEVICES" in str(each.get("env"))) is bool(added), key
             assert security["seccompProfile"] == {"type": "RuntimeDefault"}, key
             # Run as root, without any capability, only where the node's files belong to root.
             assert (security["runAsUser"] == 0) is (key[0] == "DaemonSet" and variant != "simulated"), key
@@ -389,19 +392,22 @@ def test_the_exporter_alone_may_get_nodes_where_their_labels_give_the_place() ->
     files = [account[0]["serviceAccountToken"]["path"], account[1]["configMap"]["items"][0]["path"]]
     assert files == ["token", "ca.crt"], "what collectors/identity/topology.py reads"
     exporter = settings_of(daemonset)
-    assert (exporter.topology, exporter.dcgm, exporter.expose) == (
+    assert (exporter.topology, exporter.dcgm, exporter.dcgm_fields, exporter.expose) == (
         "kubernetes",
         "nvidia-dcgm.gpu-operator:5555",
+        "1001-1005,1009",
         "dcgm",
     )
 
 
 def test_a_simulated_node_takes_nothing_of_the_node_whatever_else_is_asked_for() -> None:
     values = {"exporter": VARIANTS["slurm"]["exporter"] | VARIANTS["kubernetes"]["exporter"] | {"simulate": "h100x8"}}
+    values["exporter"]["sysAdmin"] = True
     text = files_of(values)["exporter-daemonset.yaml"]
     pod = yaml.safe_load(text)["spec"]["template"]["spec"]
     assert "hostPath" not in text
     assert "hostPID" not in pod
+    assert "SYS_ADMIN" not in text
     assert settings_of(yaml.safe_load(text)).expose == "dcgm"
     assert files_of(values)["exporter-clusterrole.yaml"].strip() == ""
 
