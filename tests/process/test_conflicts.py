@@ -130,14 +130,15 @@ def test_a_forged_push_changes_nothing_of_a_real_job(tmp_path: Path) -> None:
     with exporter(tmp_path / "state", "--ledger", "embedded") as node:
         job = Job(node, tmp_path / "stop")
         try:
-            before = node.wait_until(lambda found: bool(served(found)) and state(found) == "running")
+            position = "training_position_steps{run=lm,rank=0}"
+            before = node.wait_until(lambda found: position in found and state(found) == "running")
             for forged in ({}, {"status": "completed"}, {"pid": os.getpid()}, {"attempt": "x", "status": "stopped"}):
                 node.push(training(999_999, 5, time.time(), start_unix=time.time() - 1, **forged))
             for _ in range(5):
                 time.sleep(0.2)
                 found = node.series()
                 assert (served(found), state(found), conflict(found)) == (served(before), "running", 0)
-                assert found["training_position_steps{run=lm,rank=0}"] < 999_999
+                assert found[position] < 999_999
             assert refused(found) == {"flopwatch_otlp_pushes_total{outcome=conflict}": 4}
             job.end("completed")
             node.wait_until(lambda found: state(found) == "completed")
