@@ -181,8 +181,8 @@ ports = [
         "Packets per second that a port receives with errors or drops before sending, in the last five minutes. Shows "
         f"the {WORST} ports with most. Expected: none that last.",
         worst(
-            f"max by ({PORT}) (rate({m.INFINIBAND_RECEIVE_ERRORS_TOTAL}[5m])) + on ({PORT}) "
-            f"max by ({PORT}) (rate({m.INFINIBAND_TRANSMIT_DISCARDS_TOTAL}[5m])) > 0"
+            f"sum by ({PORT}) (rate({m.INFINIBAND_RECEIVE_ERRORS_TOTAL}[5m]) or "
+            f'label_replace(rate({m.INFINIBAND_TRANSMIT_DISCARDS_TOTAL}[5m]), "side", "sent", "", "")) > 0'
         ),
         unit="cps",
         thresholds=p.FEW,

@@ -14,6 +14,7 @@ from flopwatch import catalogue as m
 
 HEALTH: d.Mappings = {0: ("ok", "green"), 1: ("degraded", "orange"), 2: ("bad", "red")}
 SHIPPED = f'alertname=~"{p.ALERTS}"'
+_ANY = 'uuid!=""'
 _IS_PORT = 'part=~"port .+"'
 HOSTS = f'host!="", {SHIPPED}'
 
@@ -29,12 +30,22 @@ def on_hosts(alerts: str, hosts: str = r.HOST) -> str:
     return f"({of_alerts(alerts)} or {_of_verdicts(hosts)})"
 
 
-def on_gpus(gpus: str) -> str:
-    """Return the findings on GPUs, whose label `uuid` has the matchers `gpus`."""
+def on_gpu(gpu: str) -> str:
+    """Return the findings on one GPU, whose label `uuid` has the matcher `gpu`, and on what it shares with others."""
+    of_host = f"topk by (host) (1, max by (host, uuid) ({m.GPU_INFO}{{{gpu}}}))"
+    return f"({_of_gpus(gpu)} or {_SHARED} * on (host) group_left (uuid) {of_host})"
+
+
+def on_gpus() -> str:
+    """Return the findings on all GPUs. Of what the GPUs of a host share, it is the highest, without its name."""
+    known = f"max by (host, uuid) ({m.GPU_INFO})"
+    return f"({_of_gpus(_ANY)} or {known} * on (host) group_left () max by (host) ({_SHARED}))"
+
+
+def _of_gpus(gpus: str) -> str:
     one = f"topk by (instance, gpu) (1, max by (instance, gpu, uuid) ({m.GPU_INFO}{{{gpus}}}))"
     part = f'label_replace({one}, "part", "gpu $1", "gpu", "(.+)")'
-    of_verdicts = f"{_of_verdicts(r.HOST)} * on (instance, part) group_left (uuid) {part}"
-    return f"({of_alerts(gpus)} or {of_verdicts})"
+    return f"{of_alerts(gpus)} or {_of_verdicts(r.HOST)} * on (instance, part) group_left (uuid) {part}"
 
 
 def on_ports(alerts: str, hosts: str = r.HOST) -> str:
@@ -48,6 +59,12 @@ def on_ports(alerts: str, hosts: str = r.HOST) -> str:
 def _of_verdicts(hosts: str, parts: str = 'part!=""') -> str:
     bad, other = (f'{m.HOST_VERDICT_REASON}{{{parts}, verdict{sign}"bad"}}' for sign in ("=", "!="))
     return f"(2 * {bad} or {other}) * on (instance) group_left (host) {hosts}"
+
+
+# Findings on what all GPUs of a host share: the driver, and the NVSwitches.
+_SHARED_ALERTS = 'alertname=~"GpuDriverNotLoaded|NvswitchSxid", host!=""'
+_SHARED_PARTS = 'part=~"driver|switch .+"'
+_SHARED = f"({of_alerts(_SHARED_ALERTS)} or {_of_verdicts(r.HOST, _SHARED_PARTS)})"
 
 
 def health(title: str, description: str, findings: str, known: str, *, width: int = 3, height: int = 4) -> d.Json:

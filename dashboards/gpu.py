@@ -8,7 +8,7 @@ from dashboards import parts as p
 from flopwatch import catalogue as m
 
 CARD = 'uuid="$uuid"'
-FINDINGS = findings.on_gpus(CARD)
+FINDINGS = findings.on_gpu(CARD)
 ONE = f"{{{CARD}}}"
 
 
@@ -23,9 +23,17 @@ def rate(metric: object, labels: str = "") -> str:
 
 
 owner = [
-    findings.health("Health", "Health of the GPU.", FINDINGS, f"0 * {m.GPU_INFO}{ONE}", width=4, height=6),
+    findings.health(
+        "Health",
+        "Health of the GPU, of its driver and of its host's NVSwitches.",
+        FINDINGS,
+        f"0 * {m.GPU_INFO}{ONE}",
+        width=4,
+        height=6,
+    ),
     findings.table(
-        "Firing alerts on the GPU, and reasons that concern it in the verdict on its host.",
+        "Firing alerts on the GPU, its driver and the NVSwitches of its host, and reasons that concern these in the "
+        "verdict on the host.",
         FINDINGS,
         "Xid",
         width=20,

@@ -13,7 +13,14 @@ WORST = f"topk({p.LINES}, "
 INFO = f"max by (uuid, gpu, host, model) ({m.GPU_INFO})"
 TO_GPU = [p.to_gpu(d.LABEL % "host", d.LABEL % "uuid")]
 NAME = "{{host}} {{gpu}}"
-FINDINGS = findings.on_gpus('uuid!=""')
+FINDINGS = findings.on_gpus()
+OWNED = f'{m.GPU_OWNER_INFO}{{source!~"none|unknown"}}'
+# Idle as in the alert GpuIdleAllocated.
+UNUSED = (
+    f"(max by (uuid) (rate({m.GPU_SM_ACTIVE_SECONDS_TOTAL}[30m])) / max by (uuid) "
+    f"(rate({m.GPU_PROFILED_SECONDS_TOTAL}[30m])) < {IDLE} or on (uuid) "
+    f"max by (uuid) (max_over_time({m.GPU_UTILIZATION_RATIO}[30m])) < {IDLE})"
+)
 ROW = {"host": "Node", "gpu": "GPU", "uuid": "UUID"}
 ROW_LINKS = {"Node": [p.to_node(d.FIELD % "Node")], "UUID": [p.to_gpu(d.FIELD % "Node", d.FIELD % "UUID")]}
 
@@ -183,13 +190,14 @@ tops = [
     ),
     d.bargauge(
         "Allocated but unused GPUs",
-        "Number of allocated GPUs with a utilisation below 1 % during the last half an hour, by host and owner. "
-        "Expected: none that last for hours. Ask the owner, or cancel the job.",
+        "Number of allocated GPUs whose SMs were active for less than 1 % of the last half an hour. They are counted "
+        "by host and owner, or by run if no owner is known. Expected: none that last for hours. Ask the owner, or "
+        "cancel the job.",
         d.Query(
-            f"topk({p.LINES}, count by (host, owner_namespace, owner_pod, owner_job, owner_user) ("
-            f'{m.GPU_OWNER_INFO}{{source!~"none|unknown"}} and on (uuid) '
-            f"max_over_time({m.GPU_UTILIZATION_RATIO}[30m]) < {IDLE}))",
-            "{{host}} {{owner_namespace}} {{owner_pod}} {{owner_job}} {{owner_user}}",
+            f"topk({p.LINES}, count by (host, owner_namespace, owner_pod, owner_job, owner_user) ({OWNED} "
+            f"and on (uuid) {UNUSED}) or count by (host, run) (group by (host, run, uuid) ({m.TRAINING_RANK_INFO}) "
+            f"and on (uuid) {UNUSED} unless on (uuid) {OWNED}))",
+            "{{host}} {{owner_namespace}} {{owner_pod}} {{owner_job}} {{owner_user}} {{run}}",
             instant=True,
         ),
         unit="none",

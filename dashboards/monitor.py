@@ -13,6 +13,11 @@ EXPORTERS = (
 TO_NODE = [p.to_node(d.LABEL % "host")]
 SLOWEST = 8
 SOURCE = '{collector=~"$source"}'
+# As in the alert FlopwatchCollectorFailing.
+FAILING = (
+    f"({m.FLOPWATCH_COLLECTOR_SUCCESS}{SOURCE} == 0 or {m.FLOPWATCH_COLLECTOR_LAST_SUCCESS_TIMESTAMP_SECONDS}{SOURCE} "
+    f"< time() - 300 and {m.FLOPWATCH_COLLECTOR_SUCCESS})"
+)
 
 now = [
     d.stat(
@@ -33,12 +38,9 @@ now = [
     ),
     d.stat(
         "Failing collectors",
-        "Collectors of all exporters whose last read failed. Expected: 0. The table of collectors lists them.",
-        d.Query(
-            f"count({m.FLOPWATCH_COLLECTOR_SUCCESS} == 0 and on (instance, collector) "
-            f"{m.FLOPWATCH_COLLECTOR_SUPPORTED} == 1) or vector(0)",
-            instant=True,
-        ),
+        "Collectors of all exporters whose last read failed or is over five minutes old. Expected: 0. The table of "
+        "collectors lists them.",
+        d.Query(f"count({FAILING}) or vector(0)", instant=True),
         thresholds=p.ERRORS,
         width=4,
     ),
@@ -96,13 +98,10 @@ sources = [
     ),
     d.label_table(
         "Collectors that fail now",
-        "Collectors whose last read failed, with their host. Expected: no row. Otherwise run `flopwatch doctor` on "
-        "the host.",
-        p.with_host(
-            f"({m.FLOPWATCH_COLLECTOR_SUCCESS}{SOURCE} == 0 and on (instance, collector) "
-            f"{m.FLOPWATCH_COLLECTOR_SUPPORTED} == 1)"
-        ),
-        labels={"host": "Node", "collector": "Collector"},
+        "Collectors whose last read failed or is over five minutes old, with their exporter and host. Expected: no "
+        "row. Otherwise run `flopwatch doctor` on the host.",
+        f"{p.with_host(FAILING)} or on (instance, collector) {FAILING}",
+        labels={"host": "Node", "instance": "Exporter", "collector": "Collector"},
         links={"Node": [p.to_node(d.FIELD % "Node")]},
         width=8,
         height=8,

@@ -174,12 +174,13 @@ ports = [
     ),
     d.timeseries(
         "Port errors",
-        "Symbol errors and link recoveries per second, by port. Expected: none that last. Otherwise check the cable "
-        "and transceiver.",
+        "Symbol errors, link recoveries and link downs per second, by port. Expected: none that last. Otherwise check "
+        "the cable and transceiver.",
         d.Query(f"{port(f'rate({m.INFINIBAND_SYMBOL_ERRORS_TOTAL}{p.RATE})')} > 0", "{{device}}/{{port}} symbols"),
         d.Query(
             f"{port(f'rate({m.INFINIBAND_LINK_ERROR_RECOVERY_TOTAL}{p.RATE})')} > 0", "{{device}}/{{port}} recoveries"
         ),
+        d.Query(f"{port(f'rate({m.INFINIBAND_LINK_DOWNED_TOTAL}{p.RATE})')} > 0", "{{device}}/{{port}} downs"),
         unit="cps",
         width=6,
         links=[p.to_fabric("$host")],

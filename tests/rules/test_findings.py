@@ -38,6 +38,22 @@ OBJECTS: dict[tuple[str, ...], tuple[str, str, str]] = {
 # What claims that whole objects are well while its panel is empty, or 0.
 CLAIM = re.compile(r"\b(all|each|every|everything|healthy|well|fine|good|ok|needs?|problems?|alert fires)\b")
 DEFINITION = "ALERTS{"
+# Alerts on a part that all GPUs of a host share. Each of these GPUs is shown as not well.
+SHARED = ("GpuDriverNotLoaded", "NvswitchSxid")
+# Panels whose text for no result denies an alert. One of them has a result while the alert fires.
+DENIED: dict[str, list[tuple[str, str]]] = {
+    "TrainingStraggler": [("stragglers", "Straggler"), ("stragglers", "Straggling host")],
+    "GpuThermalThrottling": [("gpus", "Most throttled GPUs")],
+    "GpuPowerThrottling": [("gpus", "Most throttled GPUs")],
+    "GpuIdleAllocated": [("gpus", "Allocated but unused GPUs")],
+    "GpuPcieErrors": [("gpus", "PCIe replays, one hour")],
+    "InfinibandErrorRate": [("fabric", "Symbol errors"), ("node", "Port errors")],
+    "InfinibandLinkFlapping": [("fabric", "Flaps")],
+    "InfinibandPacketLoss": [("fabric", "Broken or dropped packets")],
+    "FlopwatchCollectorFailing": [("monitor", "Collectors that fail now")],
+    "FlopwatchSeriesDropped": [("monitor", "Dropped samples")],
+    "TrainingMfuUnavailable": [("monitor", "Runs without MFU, by reason")],
+}
 
 
 def panels(board: str) -> dict[str, Json]:
@@ -72,8 +88,17 @@ def query(board: str, title: str, variables: dict[str, str], target: int = 0) ->
     return dashboards.filled(panels(board)[title]["targets"][target]["expr"], VARIABLES | variables)
 
 
-def expected(labels: dict[str, str]) -> Iterator[str]:
-    """Yield expressions that must be 1 while the alert with these labels fires."""
+def uuid_on(host: str, group: Json) -> str:
+    """Return the uuid of a GPU of a host in a group of a rule test."""
+    series = next(
+        one["series"] for one in group["input_series"] if re.match(rf'gpu_info{{.*host="{host}"', one["series"])
+    )
+    uuid: str = re.findall(r'uuid="([^"]+)"', series)[0]
+    return uuid
+
+
+def expected(labels: dict[str, str], group: Json) -> Iterator[str]:
+    """Yield expressions that must be 1 while the alert with these labels fires in a group of its rule test."""
     names = ("uuid", "host", "device", "port", "run")
     alert = ", ".join(f'{name}="{labels[name]}"' for name in ("alertname", "severity", *names) if name in labels)
     firing = f'ALERTS{{alertstate="firing", {alert}}}'
@@ -91,6 +116,14 @@ def expected(labels: dict[str, str]) -> Iterator[str]:
         # The fleet of GPUs shows only the GPU, in the row for its uuid.
         health = query("gpus", "GPUs that need attention", chosen, 1)
         yield f"count(({health}) and on (uuid) {firing}) > bool 0"
+    if labels["alertname"] in SHARED:
+        of_gpu = chosen | {"uuid": uuid_on(labels["host"], group)}
+        yield f"max({query('gpu', 'Health', of_gpu)}) > bool 0"
+        yield f"count(({query('gpu', 'Findings', of_gpu)}) and on (alertname, host) {firing}) > bool 0"
+        attention = query("gpus", "GPUs that need attention", {}, 1)
+        yield f'count(({attention}) and on (uuid) gpu_info{{uuid="{of_gpu["uuid"]}"}}) > bool 0'
+    if denied := DENIED.get(labels["alertname"]):
+        yield f"count({' or '.join(f'({query(board, title, chosen)})' for board, title in denied)}) > bool 0"
     if labels.get("host"):
         yield f"({query('fleet', 'Unhealthy hosts', chosen)}) > bool 0"
     if labels.get("leaf"):
@@ -108,7 +141,7 @@ def moments(name: str) -> Iterator[tuple[Json, list[Json]]]:
             for found in case["exp_alerts"]:
                 asked += [
                     {"expr": expr, "eval_time": case["eval_time"], "exp_samples": [{"labels": "{}", "value": 1}]}
-                    for expr in expected({"alertname": case["alertname"], **found["exp_labels"]})
+                    for expr in expected({"alertname": case["alertname"], **found["exp_labels"]}, group)
                 ]
         if asked:
             yield group, asked
@@ -119,10 +152,11 @@ def judged(promtool: str, folder: Path, name: str) -> subprocess.CompletedProces
     test = yaml.safe_load((ROOT / "tests" / "rules" / f"{name}.yaml").read_text())
     files = []
     for number, (group, asked) in enumerate(moments(name)):
-        (folder / f"rules-{number}.yaml").write_text(rules_of(name, test, group))
-        files.append(folder / f"{number}.yaml")
         one = {key: value for key, value in group.items() if key != "alert_rule_test"} | {"promql_expr_test": asked}
-        files[-1].write_text(json.dumps({**test, "rule_files": [f"rules-{number}.yaml"], "tests": [one]}))
+        shown = {**test, "rule_files": [f"rules-{number}.yaml"], "tests": [one]}
+        (folder / f"rules-{number}.yaml").write_text(rules_of(name, shown, one))
+        files.append(folder / f"{number}.yaml")
+        files[-1].write_text(json.dumps(shown))
     return rule_test(promtool, *files, timeout=240)
 
 
