@@ -14,6 +14,12 @@ NOT_ACTIVE = f'sum by (instance) ({m.NVLINK_LINKS}{{state!="active"}})'
 TO_NODE = [p.to_node(d.LABEL % "host")]
 FINDINGS = f"({findings.on_hosts(findings.HOSTS, HERE)} and on (host) {RACK})"
 
+# As in the alert NvlinkFabricUnhealthy.
+OUTSIDE_FABRIC = (
+    f"{m.GPU_FABRIC_STATE_ID} == 1 or {m.GPU_FABRIC_STATE_ID} == 2 or {m.GPU_FABRIC_STATUS_ID} > 0 or "
+    f"{m.GPU_FABRIC_HEALTH_ID} > 1 or {m.GPU_FABRIC_FAULT} == 1"
+)
+
 
 def by_host(expr: str, take: str = "max") -> str:
     """Return `expr`, whose series have `instance`, aggregated with `take` by host of the chosen rack."""
@@ -58,8 +64,9 @@ now = [
     ),
     d.stat(
         "Fabric problems",
-        "GPUs that report an unhealthy NVLink fabric, or one of limited capacity. Expected: 0.",
-        d.Query(f"sum({by_host(f'count by (instance) ({m.GPU_FABRIC_HEALTH_ID} > 1)')})", instant=True),
+        "GPUs that have not joined their NVLink fabric, or that report it as faulty or of limited capacity. Expected: "
+        "0.",
+        d.Query(f"sum({by_host(f'count by (instance) (group by (instance, uuid) ({OUTSIDE_FABRIC}))')})", instant=True),
         thresholds=p.ERRORS,
         width=4,
         no_data="No GPU reports an unhealthy NVLink fabric.",

@@ -50,6 +50,7 @@ DENIED: dict[str, list[tuple[str, str]]] = {
     "InfinibandErrorRate": [("fabric", "Symbol errors"), ("node", "Port errors")],
     "InfinibandLinkFlapping": [("fabric", "Flaps")],
     "InfinibandPacketLoss": [("fabric", "Broken or dropped packets")],
+    "NvlinkFabricUnhealthy": [("rack", "Fabric problems")],
     "FlopwatchCollectorFailing": [("monitor", "Collectors that fail now")],
     "FlopwatchSeriesDropped": [("monitor", "Dropped samples")],
     "TrainingMfuUnavailable": [("monitor", "Runs without MFU, by reason")],
@@ -144,7 +145,10 @@ def moments(name: str) -> Iterator[tuple[Json, list[Json]]]:
                     for expr in expected({"alertname": case["alertname"], **found["exp_labels"]}, group)
                 ]
         if asked:
-            yield group, asked
+            # The board of a rack has the hosts whose rack is known.
+            placed = [{"series": 'host_topology_info{rack="r1",host="node-a"}', "values": "1x9999"}]
+            on_rack = any(board == "rack" for board, _ in DENIED.get(name, ()))
+            yield group | {"input_series": [*group["input_series"], *(placed if on_rack else ())]}, asked
 
 
 def judged(promtool: str, folder: Path, name: str) -> subprocess.CompletedProcess[str]:
