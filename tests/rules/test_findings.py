@@ -182,14 +182,18 @@ def test_while_an_alert_fires_the_boards_of_its_object_name_it_and_show_the_obje
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-# The verdict on host h finds fault with GPU 3 and with a port. No alert fires.
+# The verdict on host h finds fault with GPU 3 and with a port, and that on host d with the driver. No alert fires.
 VERDICT = """
   instance:host:info{host="h",instance="i"}                                                            1
   instance:host:info{host="other",instance="o"}                                                        1
+  instance:host:info{host="d",instance="d"}                                                            1
   host_verdict_id{instance="i"}                                                                        2
   host_verdict_id{instance="o"}                                                                        0
   host_verdict_reason{reason="ecc_uncorrected",part="gpu 3",verdict="degraded",action="x",instance="i"} 1
   host_verdict_reason{reason="port_flapping",part="port mlx5_0/1",verdict="bad",action="y",instance="i"} 1
+  host_verdict_reason{reason="driver_not_loaded",part="driver",verdict="degraded",action="z",instance="d"} 1
+  gpu_info{gpu="0",uuid="GPU-6",host="d",instance="d"}                                                 1
+  gpu_info{gpu="1",uuid="GPU-7",host="d",instance="d"}                                                 1
   gpu_info{gpu="3",uuid="GPU-3",host="h",instance="i"}                                                 1
   gpu_info{gpu="4",uuid="GPU-4",host="h",instance="i"}                                                 1
   gpu_info{gpu="3",uuid="GPU-5",host="other",instance="o"}                                             1
@@ -208,8 +212,13 @@ SHOWN: list[tuple[str, dict[str, float]]] = [
         f"max by (device, port, reason) ({query('fabric', 'Findings', HOST)})",
         {'{device="mlx5_0",port="1",reason="port_flapping"}': 2},
     ),
-    (query("fleet", "Unhealthy hosts", {}), {"{}": 1}),
-    (query("gpus", "GPUs that need attention", {}, 1), {'{uuid="GPU-3"}': 1}),
+    (query("gpu", "Health", {"host": "d", "uuid": "GPU-6"}), {"{}": 1}),
+    (
+        f"max by (uuid, reason) ({query('gpu', 'Findings', {'host': 'd', 'uuid': 'GPU-7'})})",
+        {'{uuid="GPU-7",reason="driver_not_loaded"}': 1},
+    ),
+    (query("fleet", "Unhealthy hosts", {}), {"{}": 2}),
+    (query("gpus", "GPUs that need attention", {}, 1), {'{uuid="GPU-3"}': 1, '{uuid="GPU-6"}': 1, '{uuid="GPU-7"}': 1}),
 ]
 
 
