@@ -134,28 +134,23 @@ class Moments:
 
     def mark_after(self, began: Mark) -> float | Moment:
         """Return a mark on the stream of the mark `began`, on which no capture can have begun since."""
-        if type(began) is not Moment:
-            return self.mark()
-        now = self._clock()
-        try:
-            return now if self.broken else self._record(began._line, now, self._max_events - self._reserved)
-        except Exception as error:
-            self.give_up(error)
-            return now
+        line = began._line if type(began) is Moment else None
+        return self._mark(self._max_events - self._reserved, line)
 
     def step_mark(self) -> float | Moment:
         """Return the mark of a step's end, for which some events are reserved."""
         return self._mark(self._max_events)
 
-    def _mark(self, limit: int) -> float | Moment:
+    def _mark(self, limit: int, line: _Line | None = None) -> float | Moment:
         now = self._clock()
         try:
             if self.broken:
                 return now
-            if self._cuda.capturing():
-                return CapturedMark(now)
-            key = self._cuda.key()
-            line = self._lines.get(key) or self._new_line(key)
+            if line is None:
+                if self._cuda.capturing():
+                    return CapturedMark(now)
+                key = self._cuda.key()
+                line = self._lines.get(key) or self._new_line(key)
             return now if line is None else self._record(line, now, limit)
         except Exception as error:
             self.give_up(error)
