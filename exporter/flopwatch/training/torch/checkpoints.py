@@ -10,8 +10,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -25,7 +24,7 @@ from flopwatch.training.torch.waits import Replaced
 STEP_KEYS = ("step", "global_step", "iteration")
 
 _R = TypeVar("_R")
-_End = Callable[[bool], None]
+_End = Callable[[bool, Any], None]
 
 _SAVERS = "torch.distributed.checkpoint.state_dict_saver"
 _LOADERS = "torch.distributed.checkpoint.state_dict_loader"
@@ -113,52 +112,45 @@ class Checkpoints:
 
     def _saving(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
-            with self._around(self._save_begins, obj, f):
-                return original(obj, f, *args, **kwargs)
+            return self._around(functools.partial(self._save_begins, obj, f), original, obj, f, *args, **kwargs)
 
         return save
 
     def _saving_all(self, original: Callable[..., Any], later: bool = False) -> Callable[..., Any]:
         def save(*args: Any, **kwargs: Any) -> Any:
-            response: list[Any] = []
-            with self._around(self._save_all_begins, response, later):
-                response.append(original(*args, **kwargs))
-            return response[0]
+            return self._around(functools.partial(self._save_all_begins, later), original, *args, **kwargs)
 
         return save
 
     def _loading(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def load(f: Any, *args: Any, **kwargs: Any) -> Any:
-            loaded: list[Any] = []
-            with self._around(self._load_begins, _is_file(f), loaded):
-                loaded.append(original(f, *args, **kwargs))
-            return loaded[0]
+            return self._around(functools.partial(self._load_begins, _is_file(f)), original, f, *args, **kwargs)
 
         return load
 
     def _loading_all(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def load(state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-            with self._around(self._load_begins, True, [state_dict]):  # which the call fills
-                return original(state_dict, *args, **kwargs)
+            begin = functools.partial(self._load_begins, True, filled=state_dict)
+            return self._around(begin, original, state_dict, *args, **kwargs)
 
         return load
 
-    @contextmanager
-    def _around(self, begin: Callable[..., _End | None], *arguments: Any) -> Iterator[None]:
-        """Call `begin` before a save or load, and the function that it returns after it. Errors of both are reported.
+    def _around(self, begin: Callable[[], _End | None], call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Call `begin`, then a save or load, then the function that `begin` returned. Errors of both are reported.
 
-        That function receives whether the save or load succeeded.
+        That function receives whether the save or load succeeded, and its result.
         """
-        end = self._reported(begin, *arguments)
+        end = self._reported(begin)
         self._inside.depth = getattr(self._inside, "depth", 0) + 1
-        succeeded = False
+        succeeded, result = False, None
         try:
-            yield
+            result = call(*args, **kwargs)
             succeeded = True
+            return result
         finally:
             self._inside.depth -= 1
             if end is not None:
-                self._reported(end, succeeded)
+                self._reported(end, succeeded, result)
 
     def _reported(self, function: Callable[..., _R], *arguments: Any) -> _R | None:
         try:
@@ -181,7 +173,7 @@ class Checkpoints:
             step, context = self.step_of(state), Background(recorder)
         context.__enter__()
 
-        def end(succeeded: bool) -> None:
+        def end(succeeded: bool, _: object) -> None:
             context.__exit__(None, None, None)
             if succeeded and step is not None:
                 if later:
@@ -192,23 +184,23 @@ class Checkpoints:
 
         return end
 
-    def _save_all_begins(self, response: list[Any], later: bool) -> _End | None:
+    def _save_all_begins(self, later: bool) -> _End | None:
         # On another thread this is the rest of an async_save, whose end the future reports.
         if not self._is_loop() or (recorder := self._active_recorder()) is None:
             return None
         step, activity = recorder.position, Activity(recorder, "checkpoint_save")
         activity.__enter__()
 
-        def end(succeeded: bool) -> None:
+        def end(succeeded: bool, response: Any) -> None:
             activity.__exit__()
             if succeeded and later:
-                commit_when_done(recorder, getattr(response[0], "upload_completion", response[0]), step)
+                commit_when_done(recorder, getattr(response, "upload_completion", response), step)
             elif succeeded and step is not None:
                 recorder.committed(step)
 
         return end
 
-    def _load_begins(self, is_file: bool, loaded: list[Any]) -> _End | None:
+    def _load_begins(self, is_file: bool, filled: object = None) -> _End | None:
         recorder, began = self.recorder, self.clock()
         if not is_file or self.fetching or self.inside_another() or not self._is_loop():
             return None
@@ -218,12 +210,12 @@ class Checkpoints:
         if activity is not None:
             activity.__enter__()
 
-        def end(succeeded: bool) -> None:
+        def end(succeeded: bool, loaded: object) -> None:
             if activity is not None:
                 activity.__exit__()
             else:
                 self.before.append(("checkpoint_restore", began, self.clock()))
-            if succeeded and (step := self.step_of(loaded[0])) is not None:
+            if succeeded and (step := self.step_of(loaded if filled is None else filled)) is not None:
                 self.loaded_step = step
 
         return end
