@@ -119,19 +119,13 @@ class Batches(Generic[_T]):
         recorder, thread, iterator, count = self._recorder, get_ident(), None, 0
         try:
             while True:
-                try:
-                    recorder.record((_WAITS, recorder.mark(), thread))
-                except Exception as error:
-                    recorder.failed("batches", error)
+                recorder.note("batches", _WAITS, thread)
                 iterator = iter(self._loader) if iterator is None else iterator
                 try:
                     batch = next(iterator)
                 except StopIteration:
                     return
-                try:
-                    recorder.record((_GOT, recorder.mark(), thread))
-                except Exception as error:
-                    recorder.failed("batches", error)
+                recorder.note("batches", _GOT, thread)
                 yield batch
                 count += 1
                 if not count % CHECK_BACKLOG:

@@ -40,25 +40,22 @@ MAX_SHAPES = 32  # batch shapes that are counted one by one
 
 def count(model: torch.nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Counted:
     """Return the FLOPs of `model(*args, **kwargs)` and its backward pass, from tensor shapes. Raises Uncountable."""
-    try:
-        return _count(model, args, dict(kwargs or {}), {})
-    except _Fails as error:
-        # The code of a model written for tensor parallelism may contain its rank's number of heads.
-        if not (parts := cut_parameters(model)):
-            raise error.reason from None
-    try:
-        return _count(model, args, dict(kwargs or {}), parts)
-    except _Fails as error:
-        raise error.reason from None
+    counted = _count(model, args, dict(kwargs or {}), {})
+    # The code of a model written for tensor parallelism may contain its rank's number of heads.
+    if isinstance(counted, Uncountable) and (parts := cut_parameters(model)):
+        counted = _count(model, args, dict(kwargs or {}), parts)
+    if isinstance(counted, Uncountable):
+        raise counted
+    return counted
 
 
 def _count(
     model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], parts: dict[int, tuple[int, int]]
-) -> Counted:
-    """Return the FLOPs with the parameters in `parts`, keyed by id, cut as on one rank. Raises Uncountable, _Fails."""
+) -> Counted | Uncountable:
+    """Return the FLOPs with `parts` of the parameters as on one rank, or why the forward fails. Raises Uncountable."""
     counter = Counter(FakeTensorMode(allow_non_fake_inputs=True), parts)
     twins = FakeModels(counter)
-    failed = None
+    failed: Uncountable | None = None
     try:
         with _nothing_changed():
             tokens = _run(model, twins, counter, args, kwargs)
@@ -66,23 +63,13 @@ def _count(
         counter.refused = counter.refused or error
         error.__traceback__ = None  # its frames hold tensors
     except Exception as error:
-        failed = _Fails(Uncountable(_reason(error)))
+        failed = Uncountable(_reason(error))
         error.__traceback__ = None
     twins.clear()
     counter.clear()
     if counter.refused is not None:
         raise counter.refused
-    if failed is not None:
-        raise failed
-    return counter.counted(tokens)
-
-
-class _Fails(Exception):
-    """Error raised when the model's forward raises. `reason` is reported if no other way of counting works."""
-
-    def __init__(self, reason: Uncountable) -> None:
-        super().__init__(reason)
-        self.reason = reason
+    return counter.counted(tokens) if failed is None else failed
 
 
 def _reason(error: Exception) -> str:
@@ -144,8 +131,7 @@ class _Passes:
                 return
             if not (outputs := [tensor for tensor in tensors(output) if tensor.requires_grad]):
                 return
-            counted = self._look_up(model, args, kwargs)
-            if counted is None:
+            if (counted := self._look_up(model, args, kwargs)) is None:
                 return
             # Generated code can't run a hook that is another object in each step.
             autograd = sys.modules.get("torch._dynamo.compiled_autograd")
