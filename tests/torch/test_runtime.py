@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
+import torch.distributed
 from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
 
 from flopwatch.catalogue import BY_NAME
 from flopwatch.training import Run
 from flopwatch.training.torch import runtime
+from tests.support.hook import value
 
 pytestmark = pytest.mark.torch
 
@@ -249,3 +251,31 @@ def test_the_allocators_of_devices_that_another_rank_uses_are_not_asked(monkeypa
     monkeypatch.setattr(torch._C, "_cuda_hasPrimaryContext", lambda index: index in (3, 4), raising=False)
     assert runtime.cuda_memory() == [{"num_ooms": 1}] * 2
     assert asked == [3, 4]
+
+
+def test_a_group_without_sequence_numbers_is_no_error_and_is_asked_once(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    number = "training_collective_sequence_number"
+    distributed: Any = torch.distributed
+    kind = distributed.ProcessGroup
+    ask, asked = kind._get_sequence_number_for_group, []
+
+    def recorded(group: Any) -> int:
+        asked.append(torch.distributed.get_backend(group))
+        return int(ask(group))
+
+    monkeypatch.setattr(kind, "_get_sequence_number_for_group", recorded)
+    runtime.watch_collectives(run.recorder)
+    for backend, store in (("fake", FakeStore()), ("gloo", distributed.HashStore())):
+        distributed.init_process_group(backend, store=store, rank=0, world_size=1)
+        try:
+            torch.distributed.all_reduce(torch.ones(1))
+            snapshots = [run.snapshot() for _ in range(3)]
+        finally:
+            torch.distributed.destroy_process_group()
+        assert [value(snapshot, "training_hook_errors_total") for snapshot in snapshots] == [0, 0, 0]
+        assert [value(snapshot, number) for snapshot in snapshots] == [None if backend == "fake" else 1] * 3
+    assert asked == ["fake", "gloo", "gloo", "gloo"]

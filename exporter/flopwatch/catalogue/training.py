@@ -74,7 +74,8 @@ TRAINING_SAMPLED_EVERY_STEPS = gauge("training_sampled_every_steps",
     "Phases and waits are measured in one of this many steps. Reported by one rank.", _RUN, "flopwatch.training.run")
 TRAINING_COLLECTIVE_SEQUENCE_NUMBER = gauge("training_collective_sequence_number",
     "Sequence number of the last collective this rank started in the default process group. In a hang, the other ranks "
-    "wait for the rank with the lowest number.", RANK, "torch.distributed's default process group")
+    "wait for the rank with the lowest number. Absent if the backend of the group has no such numbers.", RANK,
+    "torch.distributed's default process group")
 TRAINING_STUCK_FRAME_INFO = info("training_stuck_frame_info",
     "Line of the job's own code at which this rank's training loop is stuck. Absent unless its current step is "
     "unusually long.", (*RANK, "at"), "Python's frames, in the thread that pushes")

@@ -104,11 +104,19 @@ def watch_collectives(recorder: Recorder) -> None:
     number has not reached the collective that the others wait in. Reading it needs no collective and no device.
     https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html
     """
+    without: set[str] = set()  # backends without sequence numbers, such as fake ones
 
     def poll() -> None:
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            group: Any = torch.distributed.distributed_c10d._get_default_group()
+        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            return
+        group: Any = torch.distributed.distributed_c10d._get_default_group()
+        if (backend := torch.distributed.get_backend(group)) in without:
+            return
+        try:
             number = group._get_sequence_number_for_group()
+        except RuntimeError:
+            without.add(backend)
+        else:
             recorder.set(m.TRAINING_COLLECTIVE_SEQUENCE_NUMBER, float(number))
 
     recorder.poll(poll)
