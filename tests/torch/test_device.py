@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from flopwatch.training.torch import device
 from flopwatch.training.torch.device import Moment
 from flopwatch.training.totals import CapturedMark, MissedMark, Totals
+from tests.support.hook import silent, value
 from tests.support.machine import PATIENCE
 from tests.support.simulated_cuda import SimulatedCuda, SimulatedStream
 
@@ -453,6 +454,22 @@ def test_whatever_the_device_does_no_moment_is_before_it_was_recorded_or_after_i
         assert last.get(stream_id, mark.recorded) <= at(mark)
         last[stream_id] = max(at(mark), mark.recorded)
         assert at(mark) == mark.at()
+
+
+def test_a_run_reports_the_marks_that_it_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = SimulatedCuda()
+    monkeypatch.setattr(device, "moments", lambda clock, failed: cuda.moments(max_events=16))
+    run = silent()
+    run.step(1)  # with a mark on CUDA, which is in use by then
+    cuda.current.work(60.0)
+    reported = []
+    for marks in (8, 4, 20):
+        for _ in range(marks):
+            run.recorder.mark()
+        reported.append(value(run.snapshot(), "training_missed_marks_total"))
+    # Of 16 events one is kept for a step's end, and 13 are in use before the last 20 marks.
+    assert reported == [None, None, 18]
+    assert value(run.snapshot(), "training_hook_errors_total") == 0
 
 
 class Driver:
