@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from flopwatch.training import Run
 from flopwatch.training.process import stuck_frames
 from flopwatch.training.process.launcher import Process
 from flopwatch.training.push import pusher
+from flopwatch.training.push.snapshot import SLICE
 from flopwatch.training.timeline import ACTIVITIES, DECLARED
 from flopwatch.training.totals import DURATION_BOUNDS
 from tests.support import TESTS
@@ -777,6 +779,32 @@ def test_the_loops_own_errors_pass_through() -> None:
     clock.passes(5)
     assert seconds(run) == {"startup": 30.0, "other": 5.0}
     assert value(run.snapshot(), "training_hook_errors_total") == 0
+
+
+def test_a_push_adds_up_many_events_in_slices_of_two_milliseconds_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = silent()
+    at_pause: list[tuple[int, float]] = []  # steps added up, and the thread's seconds
+
+    def pause(_: float) -> None:
+        at_pause.append((run.recorder.totals.steps, time.thread_time()))
+        assert run.recorder.lock.acquire(blocking=False)  # finish() may take its snapshot in a pause
+        run.recorder.lock.release()
+
+    for _ in range(10_000):
+        run.step(tokens=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "sleep", pause)
+        assert value(run.snapshot(), "training_steps_total") == 10_000
+    slices = [(after[0] - before[0], after[1] - before[1]) for before, after in pairwise(at_pause)]
+    assert len(slices) == 10_000 // SLICE - 1
+    assert {steps for steps, _ in slices} == {SLICE}
+    assert min(seconds for _, seconds in slices) < 0.002  # a stall of the machine makes some longer
+    for _ in range(10_000):
+        run.step(tokens=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "sleep", pause)
+        assert value(run.snapshot(last=True), "training_steps_total") == 20_000
+    assert len(at_pause) == len(slices) + 1  # the last push does not wait
 
 
 def test_an_exporter_that_is_late_dies_and_comes_back_gets_everything() -> None:

@@ -2,6 +2,7 @@
 
 import logging
 import sys
+import time
 
 from flopwatch import catalogue as m
 from flopwatch.catalogue import Metric
@@ -15,6 +16,9 @@ from flopwatch.training.totals import DURATION_BOUNDS, Totals
 IMPLAUSIBLE_MFU = 0.95  # above this, the peak or the FLOPs are wrong
 # In steps. The FLOPs of the step that was open at the begin of the interval are counted too much, by 5 % at most.
 CHECKED_SECONDS, CHECKED_STEPS = 60.0, 20
+# Events added up at a time, in about a millisecond, and seconds between two slices, so that the loop's thread gets the
+# interpreter's lock. A loop that records more than SLICE * MAX_SLICES events between two pushes does little else.
+SLICE, MAX_SLICES, PAUSE = 300, 100, 0.001
 
 log = logging.getLogger("flopwatch")
 
@@ -40,8 +44,12 @@ class Snapshots:
                 recorder.failed("poll", error)
         if info.submitted_at is None and recorder.rank == 0 and not last:
             info.submitted_at = self._submission()
+        totals = recorder.totals
+        for _ in range(0 if last else min(len(totals.events) // SLICE, MAX_SLICES)):
+            with recorder.lock:
+                totals.take(limit=SLICE)
+            time.sleep(PAUSE)
         with recorder.lock:
-            totals = recorder.totals
             totals.take(all_of_them=last)
             recorder.choose_steps(totals.step_seconds)
             now = totals.instant(recorder.clock())
@@ -70,8 +78,9 @@ class Snapshots:
 
     def _points(self, totals: Totals, seconds: dict[str, float]) -> Points:
         recorder, info = self._recorder, self._info
-        self._check_mfu(totals, seconds["step"] + seconds["data_stall"])
-        unlabelled = self._unlabelled(totals, seconds).items()
+        stepping = seconds["step"] + seconds["data_stall"]
+        self._check_mfu(totals, stepping)
+        unlabelled = self._unlabelled(totals, stepping).items()
         points: Points = {metric: [({}, float(value))] for metric, value in unlabelled if value is not None}
         for metric, samples in totals.others.items():
             points[metric] = [(dict(labels), value) for labels, value in samples.items()]
@@ -106,11 +115,12 @@ class Snapshots:
             message = "no MFU: %.0f %% is more than any GPU reaches. Check dtype (%s), flops_per_token and peak_flops"
             log.warning(message, 100 * mfu, info.dtype)
 
-    def _unlabelled(self, totals: Totals, seconds: dict[str, float]) -> dict[Metric, float | None]:
+    def _unlabelled(self, totals: Totals, stepping: float) -> dict[Metric, float | None]:
         """Return the values of the families without labels of their own, None where there is no sample."""
         recorder, info = self._recorder, self._info
         flops_known = totals.no_flops_because is None
         has_hardware_flops = flops_known and totals.hardware_flops_per_token is not None
+        measures = totals.measures_wait or bool(totals.phases)
         last_step = None if totals.last_step is None else info.start_unix + totals.last_step - recorder.start
         values: dict[Metric, float | None] = {
             m.TRAINING_STEPS_TOTAL: totals.steps,
@@ -124,19 +134,14 @@ class Snapshots:
             m.TRAINING_CHECKPOINT_BACKGROUND_SECONDS_TOTAL: totals.background if totals.saves_in_background else None,
             m.TRAINING_LAST_STEP_TIMESTAMP_SECONDS: last_step,
             m.TRAINING_HOOK_ERRORS_TOTAL: recorder.errors,
+            m.TRAINING_PEAK_FLOPS_PER_SECOND: info.peak,
+            m.TRAINING_CAPACITY_FLOPS_TOTAL: None if info.peak is None else info.peak * stepping,
+            m.TRAINING_COLLECTIVE_WAIT_SECONDS_TOTAL: totals.wait if totals.measures_wait else None,
+            m.TRAINING_MEASURED_STEP_SECONDS_TOTAL: totals.measured_seconds if measures else None,
+            m.TRAINING_MEASURED_STEPS_TOTAL: totals.measured_steps if measures else None,
+            m.TRAINING_WORLD_SIZE: recorder.world_size if recorder.rank == 0 else None,
+            m.TRAINING_SAMPLED_EVERY_STEPS: recorder.measure_every if measures and recorder.rank == 0 else None,
         }
-        if info.peak is not None:
-            values[m.TRAINING_PEAK_FLOPS_PER_SECOND] = info.peak
-            values[m.TRAINING_CAPACITY_FLOPS_TOTAL] = info.peak * (seconds["step"] + seconds["data_stall"])
-        if totals.measures_wait:
-            values[m.TRAINING_COLLECTIVE_WAIT_SECONDS_TOTAL] = totals.wait
-        measures = totals.measures_wait or bool(totals.phases)
-        if measures:
-            values[m.TRAINING_MEASURED_STEP_SECONDS_TOTAL] = totals.measured_seconds
-            values[m.TRAINING_MEASURED_STEPS_TOTAL] = totals.measured_steps
-        if recorder.rank == 0:
-            values[m.TRAINING_WORLD_SIZE] = recorder.world_size
-            values[m.TRAINING_SAMPLED_EVERY_STEPS] = recorder.measure_every if measures else None
         if self._reports_loss():
             values[m.TRAINING_LOSS], values[m.TRAINING_GRAD_NORM] = totals.loss, totals.grad_norm
             values[m.TRAINING_LOSS_SPIKES_TOTAL] = None if totals.spikes is None else totals.spikes.count
