@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ from flopwatch.flops.peaks import DTYPES, UnknownPeak, peak
 from flopwatch.training import torch as torch_hook
 from flopwatch.training.frameworks import common
 from flopwatch.training.frameworks.deepspeed import _facts as deepspeed_facts
-from tests.support.hook import silent
+from tests.support.hook import silent, value
 
 
 @pytest.mark.parametrize(
@@ -63,6 +64,63 @@ def test_a_model_with_float8_layers_has_the_dtype_fp8_unless_a_peak_is_given() -
     for run, layer in zip(runs, (Float8Linear, Float8Linear, Float8Linear, torch.nn.Linear), strict=True):
         run.watch(model(layer))
     assert [run._info.dtype for run in runs] == ["fp8", "bf16", "fp4", "bf16"]
+
+
+class Fp8Linear(torch.nn.Linear):
+    """A layer as Transformer Engine's, which stores in each forward pass whether it is under its autocast."""
+
+    recipe: Any = None  # of the autocast around forward passes
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.fp8, self.fp8_meta = False, dict[str, Any]()
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        self.fp8 = self.recipe is not None
+        if self.fp8:
+            self.fp8_meta["recipe"] = self.recipe
+        return super().forward(input)
+
+
+class DelayedScaling:
+    """A recipe of Transformer Engine for fp8."""
+
+
+class NVFP4BlockScaling:
+    """A recipe of Transformer Engine for fp4."""
+
+
+@pytest.mark.parametrize(
+    ("recipe", "dtype", "peak_flops"),
+    [(None, "bf16", 2250e12), (DelayedScaling(), "fp8", 4500e12), (NVFP4BlockScaling(), "fp4", 9000e12)],
+)
+def test_a_model_under_transformer_engines_autocast_has_its_dtype_from_the_first_step(
+    recipe: object, dtype: str, peak_flops: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = threading.get_ident()
+    own, others = (torch_hook.CudaCard(f"NVIDIA {name}", "") for name in ("B200", "T4"))
+    # The thread that pushes has another current device.
+    monkeypatch.setattr(torch_hook, "card", lambda: own if threading.get_ident() == loop else others)
+    monkeypatch.setattr(Fp8Linear, "recipe", recipe)
+    trained, run = model(Fp8Linear), silent(dtype="bf16")
+    run.watch(trained)
+    assert (run._info.dtype, run._info.peak) == ("bf16", 2250e12)
+    trained(torch.ones(1, 4)).sum().backward()
+    run.step(4)
+    pushing = threading.Thread(target=run.snapshot)
+    pushing.start()
+    pushing.join()
+    assert (run._info.dtype, run._info.peak) == (dtype, peak_flops)
+    assert value(run.snapshot(), "training_hook_errors_total") == 0
+
+
+def test_a_peak_of_ones_own_stays_under_transformer_engines_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Fp8Linear, "recipe", DelayedScaling())
+    trained, run = model(Fp8Linear), silent(dtype="bf16", peak_flops=1e12)
+    run.watch(trained)
+    trained(torch.ones(1, 4))
+    run.snapshot()
+    assert (run._info.dtype, run._info.peak) == ("bf16", 1e12)
 
 
 def test_deepspeeds_autocast_is_its_dtype() -> None:

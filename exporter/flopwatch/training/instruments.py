@@ -3,7 +3,7 @@
 import itertools
 import logging
 import sys
-from collections.abc import Iterable
+import weakref
 from typing import Any
 
 from flopwatch import catalogue as m
@@ -20,18 +20,19 @@ class Instruments:
 
     def __init__(self, recorder: Recorder, info: RunInfo) -> None:
         self._recorder, self._info = recorder, info
+        self._card: Any = None  # of the loop's thread, because each thread has a device of its own
         self._general: tuple[Any, ...] = ()  # objects with remove(), for all models together
         self._models: dict[int, tuple[Any, ...]] = {}  # objects with remove(), by the model's id
 
     def find_card(self, expected: bool) -> None:
         """Set UUID and peak FLOP/s of torch's CUDA device, unless given. A missing device is logged if `expected`."""
-        info, card = self._info, None
+        info = self._info
         try:
-            if "torch" in sys.modules:
+            if "torch" in sys.modules and self._card is None:
                 from flopwatch.training import torch as torch_hook
 
-                card = torch_hook.card()
-            if card is not None and not info.gpu_uuid:
+                self._card = torch_hook.card()
+            if (card := self._card) is not None and not info.gpu_uuid:
                 info.gpu_uuid = card.uuid
             if info.peak is None and (card is not None or expected):
                 if card is None:
@@ -58,11 +59,10 @@ class Instruments:
                 return
         try:
             recorder.parallel = parallel.parallel(given, recorder.world_size)
+            if recorder.totals.replica_ranks is None:
+                recorder.totals.replica_ranks = recorder.parallel.replica_ranks
         except Exception as error:
             recorder.failed("parallel", error)
-            return
-        if recorder.totals.replica_ranks is None:
-            recorder.totals.replica_ranks = recorder.parallel.replica_ranks
 
     def follow_device(self) -> None:
         """Time steps and phases with CUDA events instead of the host's clock, if CUDA is in use."""
@@ -120,18 +120,24 @@ class Instruments:
             self._models[id(model)] += (count.attach(recorder, model),)
 
     def _follow_quantization(self, model: object) -> None:
-        """Take the peak of fp8 if torchao runs layers of the model in fp8, so that MFU is never too high.
+        """Take the peak of fp8 or fp4 once layers of the model multiply in it, so that MFU is never too high.
 
         A peak passed to Run is kept. https://github.com/pytorch/ao/tree/main/torchao/float8
         """
-        info = self._info
-        modules: Iterable[object] = getattr(model, "modules", tuple)()
-        if info.dtype not in ("fp16", "bf16", "tf32") or info.peak_source.startswith("override"):
-            return
-        if any(type(module).__name__ == "Float8Linear" for module in modules):
-            log.info("the model has Float8Linear layers, so the run's dtype is fp8, not %s", info.dtype)
-            info.dtype, info.peak, info.no_peak_because = "fp8", None, None
-            self.find_card(expected=False)
+        modules: Any = getattr(model, "modules", tuple)()
+        layers = weakref.WeakSet(module for module in modules if _matmul_dtype(module) is not None)
+
+        def look() -> None:
+            info, dtypes = self._info, {dtype for layer in layers if (dtype := _matmul_dtype(layer))}
+            if dtypes and info.dtype in ("fp16", "bf16", "tf32") and not info.peak_source.startswith("override"):
+                fastest = min(dtypes)  # fp4 before fp8
+                log.info("layers of the model are in %s, so that is the run's dtype, not %s", fastest, info.dtype)
+                info.dtype, info.peak, info.no_peak_because = fastest, None, None
+                self.find_card(expected=False)
+
+        if layers:
+            look()
+            self._recorder.poll(look)
 
     def remove(self) -> None:
         """Remove all hooks of this run from PyTorch."""
@@ -143,3 +149,16 @@ class Instruments:
                 instrument.remove()
             except Exception as error:
                 self._recorder.failed("remove", error)
+
+
+def _matmul_dtype(module: Any) -> str | None:
+    """Return the dtype of a layer of torchao or Transformer Engine, "" if neither fp8 nor fp4. None for other modules.
+
+    https://github.com/NVIDIA/TransformerEngine/blob/v2.9/transformer_engine/pytorch/module/base.py
+    """
+    if type(module).__name__ == "Float8Linear":
+        return "fp8"
+    meta = getattr(module, "__dict__", {}).get("fp8_meta")
+    if meta is None or not module.fp8:  # both are set in a forward pass under Transformer Engine's autocast
+        return None if meta is None else ""
+    return "fp4" if type(meta.get("recipe")).__name__ == "NVFP4BlockScaling" else "fp8"
