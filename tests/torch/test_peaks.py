@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 from functools import partial
+from math import prod
 from typing import Any
 
 import pytest
@@ -88,6 +89,10 @@ def test_an_override_is_labelled_as_one() -> None:
         ("NVIDIA A100-SXM4-80GB", 108, 2048, 1.41),
         ("NVIDIA H100 PCIe", 114, 4096, 1.62),
         ("NVIDIA GeForce RTX 4090", 128, 512, 2.52),
+        ("NVIDIA GeForce RTX 4080", 76, 512, 2.505),
+        ("NVIDIA GeForce RTX 3090 Ti", 84, 512, 1.86),
+        ("NVIDIA GeForce RTX 3080", 68, 512, 1.71),
+        ("NVIDIA RTX 5000 Ada Generation", 100, 1024, 2.55),
     ],
 )
 def test_peaks_agree_with_the_silicon(name: str, sms: int, flops_per_clock: int, gigahertz: float) -> None:
@@ -317,6 +322,35 @@ def test_seconds_come_from_the_devices_events_and_the_best_shape_wins() -> None:
         "fp16", 0.003, ((8, 8, 8), (16, 16, 16), (16, 32, 16)), torch.device("cpu"), partial(event_timer, event=Event)
     )
     assert (achieved.shape, achieved.flops_per_second) == ((16, 16, 16), 2 * 16**3 / 1e-3)
+
+
+@pytest.mark.torch
+def test_the_shapes_of_a_card_are_measured_from_the_largest_on() -> None:
+    from flopwatch.training.torch.peak import CUDA_SHAPES
+
+    sizes = [prod(shape) for shape in CUDA_SHAPES]
+    assert sizes == sorted(sizes, reverse=True)
+    assert 2 * sizes[0] > 1e15 / 100  # 10 ms or more at 1 PFLOP/s, so that power is limited soon
+
+
+@pytest.mark.torch
+def test_fp8_is_measured_with_the_fast_accumulation_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from flopwatch.training.torch.peak import sweep
+
+    calls: list[dict[str, Any]] = []
+
+    def multiply(left: torch.Tensor, right: torch.Tensor, *scales: torch.Tensor, **options: Any) -> None:
+        kinds = {left.dtype, right.dtype}
+        calls.append({"sizes": (*left.shape, *right.shape), "by columns": right.stride(0) == 1, **options})
+        assert (kinds, len(scales)) == ({torch.float8_e4m3fn}, 2)
+
+    monkeypatch.setattr(torch, "_scaled_mm", multiply)
+    sweep("fp8", 0.001, ((32, 64, 16),), torch.device("cpu"))
+    options = {"out_dtype": torch.bfloat16, "use_fast_accum": True}
+    assert calls == [{"sizes": (32, 16, 16, 64), "by columns": True, **options}] * len(calls)
+    assert len(calls) >= 3
 
 
 @pytest.mark.torch

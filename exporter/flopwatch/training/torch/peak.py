@@ -5,6 +5,7 @@ is the mean rate of the best shape. Matrices are random, because zeros draw less
 device is measured: the current CUDA device, else the CPU. The CUDA part has only run with simulated events.
 """
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,8 @@ Shape = tuple[int, int, int]  # m, n, k
 _SQUARES: list[Shape] = [(n, n, n) for n in (2048, 4096, 8192, 12288, 16384)]
 # The MLPs of 8B, 70B and 405B models.
 _MLPS: list[Shape] = [(8192, 14336, 4096), (8192, 28672, 8192), (8192, 8192, 28672), (8192, 53248, 16384)]
-CUDA_SHAPES: tuple[Shape, ...] = (*_SQUARES, *_MLPS)
+# The largest first, so that the card is at its power limit before a small matrix could profit from a higher clock.
+CUDA_SHAPES: tuple[Shape, ...] = tuple(sorted((*_SQUARES, *_MLPS), key=math.prod, reverse=True))
 CPU_SHAPES: tuple[Shape, ...] = ((128, 128, 128), (256, 256, 256), (512, 512, 512), (1024, 1024, 1024))
 MEASURED = ("fp16", "bf16", "tf32", "fp8", "int8")
 _FLOATS = {"fp16": torch.float16, "bf16": torch.bfloat16, "tf32": torch.float32}
@@ -88,7 +90,7 @@ def sweep(
                 try:
                     operations, took = _run(_multiplication(dtype, shape, device), seconds / len(shapes), timer)
                 except torch.OutOfMemoryError:
-                    continue  # a smaller card; its peak is at the shapes before
+                    continue  # a smaller card, which reaches its peak with smaller shapes
                 spent += took
                 rate = operations * 2.0 * shape[0] * shape[1] * shape[2] / took
                 best = max(best or (0.0, shape), (rate, shape))
