@@ -31,7 +31,8 @@ now = [
     d.gauge(
         "MFU",
         "MFU of all runs that have one in the last five minutes, weighted by ranks. MFU is model FLOPs over dense "
-        "peak FLOPs, in steps only. Expected: 35 to 45 % for large runs. Look into values below 20 %.",
+        "peak FLOPs, in steps only. The peak ignores power caps and clocks, so MFU falls when GPUs are capped. "
+        "Expected: 35 to 45 % for large runs. Look into values below 20 %.",
         d.Query(r.FLEET_MFU),
         unit="percentunit",
         top=1,

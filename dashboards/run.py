@@ -61,8 +61,9 @@ now = [
     d.stat(
         "MFU, 1 h",
         "Model FLOPs over the dense peak FLOPs of the run's GPUs, mean of the last hour. Only time in steps counts, "
-        "including waits for data. Expected: 35 to 45 % for large runs. Otherwise look at the ranks and their GPUs "
-        f"below. {m.TRAINING_MFU_UNAVAILABLE} has the reason for an unknown MFU.",
+        "including waits for data. The peak ignores power caps and clocks, so MFU falls when GPUs are capped. "
+        "Expected: 35 to 45 % for large runs. Otherwise look at the ranks and their GPUs below. "
+        f"{m.TRAINING_MFU_UNAVAILABLE} has the reason for an unknown MFU.",
         d.Query(f"{r.RUN_MFU_1H}{{{RUN}}}"),
         unit="percentunit",
         thresholds=UTILIZATION,
