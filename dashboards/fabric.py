@@ -139,23 +139,23 @@ rails = [
 ports = [
     d.bargauge(
         "Symbol errors",
-        f"Symbol errors in the time shown, for the {WORST} ports with most. Expected: none. At 120 an hour, replace "
-        "the cable or transceiver.",
+        f"Symbol errors in the time shown, for the {WORST} InfiniBand ports with most. Expected: none. At 120 an hour, "
+        "replace the cable or transceiver. RoCE ports have no such counter.",
         worst(f"sum by ({PORT}) (increase({m.INFINIBAND_SYMBOL_ERRORS_TOTAL}[$__range])) > 0"),
         unit="none",
         thresholds=[(None, "green"), (1, "orange"), (120, "red")],
         links=TO_NODE,
-        no_data="No symbol errors in the time shown.",
+        no_data="No InfiniBand port had symbol errors in the time shown.",
     ),
     d.bargauge(
         "Link downs",
-        f"Times a link went down in the time shown, for the {WORST} ports with most. Expected: none under load. "
-        "Otherwise check the cable and transceiver.",
+        f"Times a link went down in the time shown, for the {WORST} InfiniBand ports with most. Expected: none under "
+        "load. Otherwise check the cable and transceiver. RoCE ports have no such counter.",
         worst(f"sum by ({PORT}) (increase({m.INFINIBAND_LINK_DOWNED_TOTAL}[$__range])) > 0"),
         unit="none",
         thresholds=p.FEW,
         links=TO_NODE,
-        no_data="No link went down in the time shown.",
+        no_data="No InfiniBand link went down in the time shown.",
     ),
     d.bargauge(
         "Flaps",

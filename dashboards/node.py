@@ -174,8 +174,8 @@ ports = [
     ),
     d.timeseries(
         "Port errors",
-        "Symbol errors, link recoveries and link downs per second, by port. Expected: none that last. Otherwise check "
-        "the cable and transceiver.",
+        "Symbol errors, link recoveries and link downs per second, by InfiniBand port. Expected: none that last. "
+        "Otherwise check the cable and transceiver. RoCE ports have no such counters.",
         d.Query(f"{port(f'rate({m.INFINIBAND_SYMBOL_ERRORS_TOTAL}{p.RATE})')} > 0", "{{device}}/{{port}} symbols"),
         d.Query(
             f"{port(f'rate({m.INFINIBAND_LINK_ERROR_RECOVERY_TOTAL}{p.RATE})')} > 0", "{{device}}/{{port}} recoveries"
@@ -184,7 +184,7 @@ ports = [
         unit="cps",
         width=6,
         links=[p.to_fabric("$host")],
-        no_data="No port had errors in the time shown.",
+        no_data="No InfiniBand port had such errors in the time shown.",
     ),
 ]
 

@@ -309,7 +309,7 @@ errors = [
     d.timeseries(
         "Link errors",
         "Errors per second, summed over all InfiniBand ports of the run's hosts. Expected: no lasting symbol errors, "
-        "no link down, and no recovery under load.",
+        "no link down, and no recovery under load. RoCE ports count receive errors only.",
         *(
             d.Query(f"sum({per_port(f'rate({family}{RATE})')})", legend)
             for family, legend in (
@@ -324,8 +324,8 @@ errors = [
     ),
     d.bargauge(
         "Symbol errors per port",
-        "Symbol errors in the time shown, for the eight ports of the run's hosts with the most. Expected: none. At "
-        "120 an hour, replace the cable or transceiver.",
+        "Symbol errors in the time shown, for the eight InfiniBand ports of the run's hosts with the most. Expected: "
+        "none. At 120 an hour, replace the cable or transceiver. RoCE ports have no such counter.",
         d.Query(
             f"topk(8, sum by (host, device, port) ({per_port(SYMBOL_ERRORS)}))",
             "{{host}} {{device}}/{{port}}",

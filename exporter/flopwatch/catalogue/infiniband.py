@@ -19,6 +19,7 @@ class PortCounter(Metric):
     quiet: bool = False  # no series before the first event, so that a healthy port stays within its series budget
     words: tuple[str, ...] = ()  # files that count 4-byte words
     legacy: tuple[str, ...] = ()  # files with 32 bits that stick without extended counters (mlx4, ConnectX-2 and older)
+    roce: bool = True  # False: Ethernet has no such event, and mlx5 always returns 0 on a RoCE port
 
 
 def port_counter(
@@ -32,11 +33,12 @@ def port_counter(
     label: tuple[str, ...] = (),
     words: tuple[str, ...] = (),
     legacy: tuple[str, ...] = (),
+    roce: bool = True,
 ) -> PortCounter:
     """Return the row of a port's counter.
 
     Its register has `sticks` bits and sticks at its highest value, has `wraps` bits and wraps, or has 64 bits. HELP
-    gets a sentence about the register and about `quiet`. The source lists the files.
+    gets a sentence about the register, `quiet` and `roce`. The source lists the files.
     """
     if sticks:
         text += f" Sticks at {2**sticks - 1}."
@@ -44,10 +46,13 @@ def port_counter(
         text += f" The register wraps at 2^{wraps}, the counter does not."
     if quiet:
         text += " Absent before the first event."
+    if not roce:
+        text += " Absent on RoCE."
     source = (", " if label else ", else ").join(files)
     bits = sticks or wraps or 64
     labels = (*PORT, *label)
-    return PortCounter(name, "counter", text, labels, source, 1.0, key, files, bits, sticks > 0, quiet, words, legacy)
+    of_files = files, bits, sticks > 0, quiet, words, legacy, roce
+    return PortCounter(name, "counter", text, labels, source, 1.0, key, *of_files)
 
 
 # fmt: off
@@ -109,20 +114,22 @@ INFINIBAND_RECEIVE_PACKETS_TOTAL = port_counter("infiniband_receive_packets_tota
     "counters/port_rcv_packets", "counters_ext/port_rcv_packets_64", "hw_counters/rx_pkts",
     legacy=("counters/port_rcv_packets",))
 # The link.
-INFINIBAND_SYMBOL_ERRORS_TOTAL = port_counter("infiniband_symbol_errors_total",
-    "Errors on the wire that the link code could not correct.", "counters/symbol_error", sticks=16, key=True)
+INFINIBAND_SYMBOL_ERRORS_TOTAL = port_counter("infiniband_symbol_errors_total", "Errors on the wire "
+    "that the link code could not correct.", "counters/symbol_error", sticks=16, key=True, roce=False)
 INFINIBAND_LINK_ERROR_RECOVERY_TOTAL = port_counter("infiniband_link_error_recovery_total",
-    "Times the link retrained and came back.", "counters/link_error_recovery", sticks=8)
+    "Times the link retrained and came back.", "counters/link_error_recovery", sticks=8, roce=False)
 INFINIBAND_LINK_DOWNED_TOTAL = port_counter("infiniband_link_downed_total",
-    "Times the link failed to recover by itself.", "counters/link_downed", sticks=8, key=True)
+    "Times the link failed to recover by itself.", "counters/link_downed", sticks=8, key=True, roce=False)
 INFINIBAND_RECEIVE_ERRORS_TOTAL = port_counter("infiniband_receive_errors_total", "Packets received with errors.",
     "counters/port_rcv_errors", sticks=16)
 INFINIBAND_RECEIVE_REMOTE_PHYSICAL_ERRORS_TOTAL = port_counter("infiniband_receive_remote_physical_errors_total",
-    "Packets marked bad upstream: the fault is on another hop.", "counters/port_rcv_remote_physical_errors", sticks=16)
+    "Packets marked bad upstream: the fault is on another hop.", "counters/port_rcv_remote_physical_errors", sticks=16,
+    roce=False)
 INFINIBAND_LOCAL_LINK_INTEGRITY_ERRORS_TOTAL = port_counter("infiniband_local_link_integrity_errors_total",
-    "Times local physical errors exceeded their limit.", "counters/local_link_integrity_errors", sticks=4)
+    "Times local physical errors exceeded their limit.", "counters/local_link_integrity_errors", sticks=4, roce=False)
 INFINIBAND_EXCESSIVE_BUFFER_OVERRUN_ERRORS_TOTAL = port_counter("infiniband_excessive_buffer_overrun_errors_total",
-    "Consecutive flow-control periods with an overrun.", "counters/excessive_buffer_overrun_errors", sticks=4)
+    "Consecutive flow-control periods with an overrun.", "counters/excessive_buffer_overrun_errors", sticks=4,
+    roce=False)
 INFINIBAND_LOCAL_ACK_TIMEOUTS_TOTAL = port_counter("infiniband_local_ack_timeouts_total",
     "Acknowledgements that did not arrive: a dead path.", "hw_counters/local_ack_timeout_err", wraps=32)
 INFINIBAND_TRANSPORT_RETRIES_EXCEEDED_TOTAL = port_counter("infiniband_transport_retries_exceeded_total",
@@ -162,7 +169,7 @@ INFINIBAND_IMPLIED_SEQUENCE_ERRORS_TOTAL = port_counter("infiniband_implied_sequ
 INFINIBAND_DUPLICATE_REQUESTS_TOTAL = port_counter("infiniband_duplicate_requests_total",
     "Requests received a second time, because acknowledgements were lost.", "hw_counters/duplicate_request", wraps=32)
 INFINIBAND_VL15_DROPPED_TOTAL = port_counter("infiniband_vl15_dropped_total",
-    "Management packets dropped for lack of buffers.", "counters/VL15_dropped", sticks=16)
+    "Management packets dropped for lack of buffers.", "counters/VL15_dropped", sticks=16, roce=False)
 # Errors that end jobs.
 INFINIBAND_REQUESTER_ERRORS_TOTAL = port_counter("infiniband_requester_errors_total",
     "Requests that completed with an error: a failing job.", "hw_counters/req_cqe_error", wraps=32)

@@ -40,13 +40,12 @@ class Expectations:
 
     def content(self) -> dict[str, Any]:
         """Return the expectations as a JSON object, without those that are 0 or empty."""
-        given = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "ports"}
-        ports = {
+        given = {one.name: getattr(self, one.name) for one in fields(self)}
+        given["ports"] = {
             role: {"count": one.count} | ({"rate_gbps": one.rate_gbps} if one.rate_gbps else {})
             for role, one in self.ports.items()
         }
-        content = {name: value for name, value in given.items() if value}
-        return content | ({"ports": ports} if ports else {})
+        return {name: value for name, value in given.items() if value}
 
 
 ROLES = ("compute", "storage", "management", "any")

@@ -170,6 +170,18 @@ NDR_VALUES = {
     "adaptive_retransmissions_total": 3,
 }
 
+# Counters of events that Ethernet does not have, which mlx5 returns as a constant 0 on a RoCE port.
+INFINIBAND_ONLY = (
+    "symbol_errors_total",
+    "link_error_recovery_total",
+    "link_downed_total",
+    "receive_remote_physical_errors_total",
+    "local_link_integrity_errors_total",
+    "excessive_buffer_overrun_errors_total",
+    "counter_saturated:excessive_buffer_overrun_errors",
+    "vl15_dropped_total",
+)
+
 # What is there, in which units.
 
 
@@ -207,7 +219,18 @@ def test_a_roce_port_has_the_congestion_counters_and_its_net_device(tmp_path: Pa
     assert seen.pop("congestion_marked_packets_total") == 2
     assert seen.pop("congestion_notifications_sent_total") == 3
     assert seen.pop("carrier_changes_total") == 6
-    assert seen == NDR_VALUES | {"port_rate_bytes_per_second": 25e9, "port_expected_rate_bytes_per_second": 25e9}
+    rates = {"port_rate_bytes_per_second": 25e9, "port_expected_rate_bytes_per_second": 25e9}
+    assert seen == {name: value for name, value in NDR_VALUES.items() if name not in INFINIBAND_ONLY} | rates
+
+
+def test_a_roce_port_has_no_counter_of_events_that_ethernet_lacks(tmp_path: Path) -> None:
+    sysfs = tree(tmp_path, NDR)
+    ports = Ports(tmp_path)
+    assert values(ports.read()).keys() >= {*INFINIBAND_ONLY}
+    write(sysfs, {f"{PORT}/link_layer": "Ethernet"})  # an adapter that an administrator switched to Ethernet
+    seen = values(Ports(tmp_path).read())
+    assert seen.keys().isdisjoint(INFINIBAND_ONLY)
+    assert (seen["receive_errors_total"], seen["transmit_discards_total"], seen["port_unread_files"]) == (14, 0, 0)
 
 
 def test_counters_that_read_no_pma_are_absent_and_the_state_is_there(tmp_path: Path) -> None:
@@ -383,7 +406,7 @@ def test_a_port_with_everything_a_healthy_one_has_is_within_60_series(
     gpus = {f"GPU-{index}": {"gpu": str(index), "uuid": f"GPU-{index}", "pci_bus_id": ""} for index in range(8)}
     write(tmp_path, {"state/gpus.json": json.dumps(gpus)})
     samples = Ports(tmp_path).read()
-    assert Counter(labels[:2] for _, labels, _ in samples) == {(device, "1"): {"mlx5_0": 51, "mlx5_bond_0": 54}[device]}
+    assert Counter(labels[:2] for _, labels, _ in samples) == {(device, "1"): {"mlx5_0": 51, "mlx5_bond_0": 46}[device]}
 
 
 # A file that cannot be read hides no other.
@@ -1340,7 +1363,7 @@ def test_rows_with_a_width_say_what_happens_at_its_end() -> None:
     def end(row: Metric) -> str:
         return row.help.partition("Sticks" if "Sticks" in row.help else "The register")[2]
 
-    assert end(COUNTERS["counters/symbol_error"]) == " at 65535."
+    assert end(COUNTERS["counters/symbol_error"]) == " at 65535. Absent on RoCE."
     assert end(COUNTERS["hw_counters/rx_write_requests"]) == " wraps at 2^32, the counter does not."
     assert end(COUNTERS["counters/port_xmit_data"]) == ""
     assert {row.bits for row in COUNTERS.values()} == {4, 8, 16, 32, 64}

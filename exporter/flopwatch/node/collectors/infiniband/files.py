@@ -149,11 +149,8 @@ def first_line(data: bytes) -> str:
 def first_line_of(path: str) -> str:
     """Return the first line of a file, empty if it is unreadable."""
     try:
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            return first_line(os.read(file, 4096))
-        finally:
-            os.close(file)
+        with open(path, "rb", buffering=0) as file:
+            return first_line(file.read(4096))
     except OSError:
         return ""
 

@@ -205,7 +205,7 @@ class Port:
             self._folders[folder] = signature(folder)
         for name in listed:
             row = COUNTERS.get(f"{known_as}/{name}")
-            if row is not None:
+            if row is not None and (row.roce or self.identity.get("link_layer") != "Ethernet"):
                 found.setdefault(row.name, []).append(f"{folder}/{name}")
 
     def _sensors(self) -> Iterator[SysfsFile]:
