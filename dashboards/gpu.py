@@ -22,6 +22,11 @@ def rate(metric: object, labels: str = "") -> str:
     return f"max by (uuid{labels and ', ' + labels}) (rate({metric}{ONE}{p.RATE}))"
 
 
+EXPECTED_LANES = (
+    f"max by (uuid) ({m.GPU_PRESENT}{ONE} * on (instance) group_left () "
+    + f'{m.HOST_EXPECTED_PARTS}{{kind="pcie_lanes_per_gpu"}})'
+)
+
 owner = [
     findings.health(
         "Health",
@@ -124,8 +129,9 @@ owner = [
     ),
     d.stat(
         "PCIe lanes",
-        "PCIe lanes in use over the lanes that GPU and slot support. Expected: 100 %. Otherwise reseat the GPU.",
-        d.Query(f"{of(m.GPU_PCIE_WIDTH_LANES)} / {of(m.GPU_PCIE_WIDTH_MAX_LANES)}"),
+        "PCIe lanes in use over the lanes that are expected or, without an expectation, that GPU and slot support. "
+        "Expected: 100 %. Otherwise reseat the GPU.",
+        d.Query(f"{of(m.GPU_PCIE_WIDTH_LANES)} / ({EXPECTED_LANES} or {of(m.GPU_PCIE_WIDTH_MAX_LANES)})"),
         unit="percentunit",
         thresholds=[(None, "red"), (1, "green")],
         width=4,

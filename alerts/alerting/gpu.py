@@ -359,7 +359,8 @@ ALERTS: tuple[Alert, ...] = (
         ),
     ),
     # By design, the generation falls while a GPU is idle, but the width does not. A link that trains with few lanes may
-    # train again right after.
+    # train again right after. The expected lanes win over NVML's maximum, which is the card's. Cloud instances with a
+    # T4 or an A10G connect 8 of its 16 lanes.
     Alert(
         name="GpuPcieDegraded",
         group="gpu",
@@ -369,8 +370,14 @@ ALERTS: tuple[Alert, ...] = (
             group by (host, uuid) (
               (
                 max by (instance, uuid) (last_over_time(gpu_pcie_width_lanes[<5m>]))
+                  < on (instance) group_left ()
+                max by (instance) (last_over_time(host_expected_parts{kind="pcie_lanes_per_gpu"}[<5m>]))
+                  or on (instance, uuid)
+                max by (instance, uuid) (last_over_time(gpu_pcie_width_lanes[<5m>]))
                   < on (instance, uuid)
                 max by (instance, uuid) (last_over_time(gpu_pcie_width_max_lanes[<5m>]))
+                  unless on (instance)
+                last_over_time(host_expected_parts{kind="pcie_lanes_per_gpu"}[<5m>])
                   or on (instance, uuid)
                 max by (instance, uuid) (max_over_time(gpu_pcie_generation[<5m>]))
                   < on (instance, uuid)
@@ -386,6 +393,11 @@ ALERTS: tuple[Alert, ...] = (
             "<gpu> has a slow PCIe link. Lanes in use:"
             + each_series("max(gpu_pcie_width_lanes{uuid=%q})", "$labels.uuid", " {{ .Value }}")
             + each_series("max(gpu_pcie_width_max_lanes{uuid=%q})", "$labels.uuid", " (possible: {{ .Value }})")
+            + each_series(
+                'max(host_expected_parts{kind="pcie_lanes_per_gpu"} and on (instance) gpu_info{uuid=%q})',
+                "$labels.uuid",
+                ". Expected lanes: {{ .Value }}",
+            )
             + each_series("max(gpu_pcie_generation{uuid=%q})", "$labels.uuid", ". PCIe generation: {{ .Value }}")
             + each_series("max(gpu_pcie_generation_max{uuid=%q})", "$labels.uuid", " (possible: {{ .Value }})")
             + ". Copies between host and GPU take longer.<ranks_on_gpu>"

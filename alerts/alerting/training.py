@@ -53,7 +53,9 @@ _TRAINING_STRAGGLER = (
             "Its power limit is {{ .Value }} W, over 5 % below the GPU's default. ",
         )
         + each_series(
-            "max(gpu_pcie_width_lanes{uuid=%[1]q}) < max(gpu_pcie_width_max_lanes{uuid=%[1]q})",
+            "max(gpu_pcie_width_lanes{uuid=%[1]q}) < "
+            + '(max(host_expected_parts{kind="pcie_lanes_per_gpu"} and on (instance) gpu_info{uuid=%[1]q}) '
+            + "or max(gpu_pcie_width_max_lanes{uuid=%[1]q}))",
             "$uuid $labels.run",
             "Its PCIe link has only {{ .Value }} lanes, fewer than the GPU supports. ",
         )

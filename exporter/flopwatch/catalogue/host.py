@@ -12,8 +12,8 @@ HOST_VERDICT_REASON = gauge("host_verdict_reason", "1 for each reason why the ho
     "other part it concerns, its verdict (degraded, bad, unknown) and what to do. Reasons and actions: docs/check.md.",
     ("reason", "part", "verdict", "action"), "flopwatch.node.health.rules")
 HOST_EXPECTED_PARTS = gauge("host_expected_parts",
-    "Number of GPUs, ports or NVLinks that the host is expected to have, by kind: gpus, ports, nvlinks. Absent for a "
-    "kind without an expected number.", ("kind",), "--expect FILE, or learnt by flopwatch check --record")
+    "Parts that the host is expected to have, by kind: gpus, ports, nvlinks, pcie_lanes_per_gpu. Absent for a kind "
+    "without an expected number.", ("kind",), "--expect FILE, or learnt by flopwatch check --record")
 HOST_KERNEL_EVENTS_TOTAL = counter("host_kernel_events_total", "Kernel log lines that concern training: "
     "pcie_slot_power, module_high_temperature, cable_unplugged, nic_health_compromised, nic_transmit_timeout, "
     "nic_command_leak, oom_kill, nccl_segfault, peermem_error, gpu_initialization_failed.", ("event",), "/dev/kmsg")

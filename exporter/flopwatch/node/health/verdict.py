@@ -92,6 +92,7 @@ class Verdict:
             "gpus": expected.gpus,
             "ports": sum(ports.count for ports in expected.ports.values()),
             "nvlinks": expected.gpus * expected.nvlinks_per_gpu,
+            "pcie_lanes_per_gpu": expected.pcie_width,
         }
         return derived + [(m.HOST_EXPECTED_PARTS, (kind,), count) for kind, count in parts.items() if count]
 

@@ -351,6 +351,7 @@ def test_the_series_of_a_verdict() -> None:
         (m.HOST_EXPECTED_PARTS, ("gpus",), 8),
         (m.HOST_EXPECTED_PARTS, ("ports",), 8),
         (m.HOST_EXPECTED_PARTS, ("nvlinks",), 144),
+        (m.HOST_EXPECTED_PARTS, ("pcie_lanes_per_gpu",), 16),
     ]
     assert derived(h100() | {(m.GPU_READABLE, gpu(3)): 0}, Expectations()) == [
         (m.HOST_VERDICT_ID, (), 1),
