@@ -5,7 +5,7 @@ from typing import Any
 from flopwatch import catalogue as m
 from flopwatch.catalogue import Metric, Sample
 from flopwatch.ledger.attribution import CAUSES, LOSSES
-from flopwatch.ledger.buckets import BUCKETS
+from flopwatch.ledger.buckets import BUCKETS, RETAINED
 from flopwatch.ledger.run import RunLedger
 
 STATES = ("queued", "running", "down", "completed", "stopped")
@@ -25,7 +25,7 @@ def families(run: RunLedger, now: float, *, new: bool = False) -> list[Sample]:
 
     for bucket in BUCKETS:
         unknown = (bucket == "queue" and run.submitted is None) or (
-            bucket in ("productive", "lost", "generation") and not buckets.positioned and buckets.high_water is None
+            bucket in (*RETAINED, "lost") and not buckets.positioned and buckets.high_water is None
         )
         if unknown and buckets.seconds[bucket] == 0:
             continue
@@ -65,7 +65,7 @@ def summary(run: RunLedger, at: float | None = None) -> dict[str, Any]:
     buckets, losses = run.buckets, run.incidents
     now = run.reporters.last if at is None else at
     wall = run.wall(now)
-    done = buckets.seconds["productive"] + buckets.seconds["generation"] if buckets.high_water is not None else None
+    done = sum(buckets.seconds[bucket] for bucket in RETAINED) if buckets.high_water is not None else None
     waited = wall + buckets.seconds["queue"] if run.submitted is not None else 0.0
     shown: dict[str, Any] = {
         "goodput": done / wall if done is not None and wall > 0 else None,

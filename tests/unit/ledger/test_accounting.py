@@ -291,6 +291,23 @@ def test_a_source_that_does_not_know_its_position_has_time_but_no_goodput() -> N
     assert served == set(BUCKETS) - {"productive", "lost", "generation", "queue"}
 
 
+def test_generation_is_a_bucket_of_its_own_that_is_good_and_no_part_of_a_loss() -> None:
+    lines = [start(100, "a1"), snapshot(200, "a1", 3, startup=10, step=30, generation=60)]
+    assert buckets(lines) == {"startup": 10, "productive": 30, "generation": 60}
+    assert (figures(lines)["goodput"], figures([submitted(50), *lines])["ettr"]) == (90 / 100, 90 / 150)
+    assert figures(lines)["gpu_seconds"]["generation"] == 8 * 60
+    # After a crash, generation before the first step that is new is no cost of the crash.
+    resumed = [*lines, start(250, "a2", step=3)]
+    resumed += [
+        snapshot(300, "a2", 3, startup=20, generation=30),
+        snapshot(320, "a2", 5, startup=20, step=20, generation=30),
+    ]
+    assert buckets(resumed) == {"startup": 30, "productive": 50, "generation": 90, "down": 50}
+    assert figures(resumed)["goodput"] == 140 / 220
+    (crash,) = views.figures(account(resumed).runs["", "r"], 320)["incidents"]
+    assert (crash["seconds"], crash["gpu_seconds"]) == (50 + 20, 8 * (50 + 20))
+
+
 def test_time_that_no_activity_explains_is_other_once_the_attempt_ends() -> None:
     lines = [start(100, "a1"), snapshot(160, "a1", 2, step=20, mystery=5)]
     assert buckets(lines) == {"productive": 20, "other": 5, "open": 35}
