@@ -389,6 +389,30 @@ def test_the_ledger_inside_an_exporter_is_asked_the_same_way(
         node.wait_for("run_state{tenant=,run=lm,state=stopped}", 1)
 
 
+def test_a_page_of_another_site_reads_and_ends_no_run_inside_an_exporter(tmp_path: Path) -> None:
+    from tests.support.exporter_process import exporter
+    from tests.support.otlp_by_hand import training
+
+    with exporter(tmp_path, "--ledger", "embedded") as node:
+        port = int(node.metrics.rpartition(":")[2])
+        node.push(training(20, 40.0, time.time(), attempt="a1"))
+        node.wait_for("run_high_water_steps{tenant=,run=lm}", 20)
+        embedded = Ledger(node.process, port)
+        pages: tuple[tuple[dict[str, str], int], ...] = (
+            ({"Host": "evil.example"}, 421),
+            ({"Host": f"evil.example:{port}", "Origin": f"http://evil.example:{port}"}, 421),
+            ({"Origin": "https://evil.example"}, 403),
+            ({"Origin": "https://evil.example", "Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "cors"}, 403),
+        )
+        for headers, status in pages:
+            for path in ("/v1/runs", "/v1/runs/record?run=lm", "/metrics"):
+                answered, text = embedded.ask("GET", path, headers=headers)
+                assert (answered, "lm" in text) == (status, False), (path, headers)
+            close = json.dumps({"run": "lm", "status": "stopped"})
+            assert embedded.ask("POST", "/v1/runs/close", close, headers)[0] == status
+        assert states(embedded) == {"lm": "running"}
+
+
 def request_from(address: str | None, host: bytes = b"127.0.0.1:9450") -> Request:
     client = None if address is None else (address, 4711)
     return Request({"type": "http", "client": client, "headers": [(b"host", host)]})

@@ -36,7 +36,7 @@ Answer = tuple[int, str]
 class Ledger:
     """A ledger process."""
 
-    def __init__(self, process: subprocess.Popen[str], port: int) -> None:
+    def __init__(self, process: subprocess.Popen[Any], port: int) -> None:
         self.process = process
         self.port = port
 
