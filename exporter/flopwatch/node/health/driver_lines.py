@@ -79,10 +79,9 @@ def losses(samples: Sequence[Sample], notes: Mapping[str, Any], proc: Path) -> I
             f"{m.GPU_RETIRED_PAGES_TOTAL} are absent. Upgrade the driver."
         )
     if notes.get(GARBLED):
-        gpus = _named(int(name.removeprefix("gpu")) for name in notes[GARBLED])
         yield (
-            f"{gpus}: the driver returns garbled processes, which early releases of R535 do, so {m.GPU_PROCESSES} and "
-            f"{m.GPU_PROCESS_MEMORY_BYTES} count only the first. Upgrade the driver."
+            f"{_named(notes[GARBLED])}: the driver returns garbled processes, which early releases of R535 do, so "
+            f"{m.GPU_PROCESSES} and {m.GPU_PROCESS_MEMORY_BYTES} count only the first. Upgrade the driver."
         )
     if gpus := having(m.GPU_PERSISTENCE_MODE, 0):
         yield (

@@ -12,7 +12,8 @@ from flopwatch import catalogue as m
 from flopwatch.catalogue import Metric, Sample
 from flopwatch.node.capture.recorder import Recorder
 from flopwatch.node.collectors import Collector, StateFile
-from flopwatch.node.collectors.nvml.fields import DOUBLE, possible
+from flopwatch.node.collectors.nvml.card import NvmlCard
+from flopwatch.node.collectors.nvml.fields import DOUBLE
 from flopwatch.node.health.driver_lines import DOUBLES, GARBLED, UNWRITTEN
 
 PROFILING = 1000  # DCGM measures fields from this id on itself, and gets the others from NVML
@@ -34,18 +35,6 @@ class _Recorder(Recorder):
         super()._note_fields(subject, values)
 
 
-def _garbled(recorded: Mapping[str, Mapping[str, Mapping[str, list[Any]]]]) -> list[str]:
-    """Return the GPUs whose list of processes has entries that no process can have."""
-    call = "nvmlDeviceGetComputeRunningProcesses_v3()"
-    return [
-        part
-        for part, sections in recorded.items()
-        for answer in sections.get("calls", {}).get(call, ())
-        if isinstance(answer, list)
-        and not all(possible(one["object"]["pid"], one["object"]["usedGpuMemory"]) for one in answer)
-    ]
-
-
 class RecordedNvml:
     """NVML collector that writes the nvmlReturn_t of its calls to the file `notes`."""
 
@@ -56,6 +45,7 @@ class RecordedNvml:
         self._recorder = collector._nvml = _Recorder(self._library)
         collector._cost.budget = math.inf  # one read has all tables, also of a slow driver
         self._collector: Collector = collector
+        self._cards: Mapping[int, NvmlCard] = collector._cards
         self._notes = notes
 
     def read(self) -> list[Sample]:
@@ -69,7 +59,7 @@ class RecordedNvml:
                     "lacks": sorted(name for name in names if not hasattr(self._library, name)),
                     DOUBLES: sorted(self._recorder.doubles),
                     UNWRITTEN: sorted(self._recorder.unwritten),
-                    GARBLED: _garbled(self._recorder.recorded()),
+                    GARBLED: [index for index, card in self._cards.items() if card.garbled],
                     **{part: _codes(sections) for part, sections in self._recorder.recorded().items()},
                 }
             )

@@ -1512,6 +1512,33 @@ def test_processes_that_the_driver_garbles_are_left_out(node: SimulatedNode, col
     assert sum(of(samples, GPU_PROCESS_MEMORY_BYTES).values()) == 1 << 30
 
 
+@pytest.mark.parametrize(
+    ("pid_max", "pid", "used", "kept"),
+    [
+        (None, 1, h100.MEMORY_TOTAL, True),
+        (None, 4711, None, True),
+        (None, 4711, h100.MEMORY_TOTAL + 1, False),  # more than the GPU has
+        (None, 0, 1 << 30, False),
+        (None, (1 << 22) - 1, 1 << 30, True),
+        (None, 1 << 22, 1 << 30, False),
+        ("32768\n", 32767, 1 << 30, True),
+        ("32768\n", 32768, 1 << 30, False),  # a number that this kernel gives to no process
+        ("unreadable", 32768, 1 << 30, True),
+    ],
+)
+def test_a_process_has_a_pid_of_this_kernel_and_no_more_memory_than_the_gpu(
+    node: SimulatedNode, collector: Callable[..., Nvml], pid_max: str | None, pid: int, used: int | None, kept: bool
+) -> None:
+    class Busy(Simulation):
+        def nvmlDeviceGetComputeRunningProcesses_v3(self, handle: Handle) -> list[Any]:
+            return [pynvml.nvmlFriendlyObject({"pid": pid, "usedGpuMemory": used})]
+
+    if pid_max is not None:
+        (node.root / "proc/sys/kernel").mkdir(parents=True, exist_ok=True)
+        (node.root / "proc/sys/kernel/pid_max").write_text(pid_max)
+    assert sum(of(collector(Busy(node.root)).read(), GPU_PROCESSES).values()) == kept
+
+
 def test_an_exporter_that_may_never_read_activity_has_no_series_of_it(
     node: SimulatedNode, collector: Callable[..., Nvml], clock: Clock
 ) -> None:

@@ -123,6 +123,7 @@ class NvmlCard:
         self.mig: list[dict[str, str]] | None = None
         self.incomplete = False  # set by a read whose values count and that must be repeated at once
         self.unasked = False  # set by a read that has values without a call of the driver
+        self.garbled = False  # whether the driver returned processes that cannot exist
         self.waits = False  # whether a call was not made because the budget of this read was spent
         self._clock, self._reads, self._cost = clock, reads, cost
         self._table = ""

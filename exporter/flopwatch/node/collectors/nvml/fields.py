@@ -11,6 +11,8 @@ second at full speed (NV2080_CTRL_CMD_BUS_GET_PEX_UTIL_COUNTERS in NVIDIA's open
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from flopwatch import catalogue as m
@@ -26,7 +28,7 @@ SIGNED = ("sllVal", "siVal")
 DOUBLE = 0  # nvmlValueType_t
 # No driver writes a number this small. As a double, an integer below 2^56 looks like one.
 SMALLEST_DOUBLE = 1e-300
-MAX_PID, MAX_GPU_MEMORY = 1 << 22, 1 << 43  # PID_MAX_LIMIT of Linux; bytes, more than any GPU has
+PID_MAX_LIMIT, MAX_GPU_MEMORY = 1 << 22, 1 << 43  # of Linux; bytes, more than any GPU has
 NEGATIVE_INTEGERS = 2**64 - 2**32  # as unsigned; as doubles they are no numbers (NaN)
 
 
@@ -154,12 +156,13 @@ FABRIC_FAULTS = {  # NVML_GPU_FABRIC_HEALTH_MASK_*: first of two bits (0 not sup
 FABRIC_CONFIGURATION_SHIFT = 8  # four bits: 0 not supported, 1 none, others a kind of wrong configuration
 
 
-def possible(pid: int, memory: int | None) -> bool:
-    """Return whether a process may have this pid and use so many bytes of a GPU.
-
-    Early R535 releases return the second process and all others garbled (an ABI break of nvmlProcessInfo_v3).
-    """
-    return pid <= MAX_PID and (memory or 0) <= MAX_GPU_MEMORY
+@cache
+def pid_limit(proc: Path) -> int:
+    """Return the number below which all pids of this kernel are."""
+    try:
+        return int((proc / "sys/kernel/pid_max").read_text())
+    except (OSError, ValueError):
+        return PID_MAX_LIMIT
 
 
 def known(number: float) -> bool:

@@ -173,6 +173,7 @@ def _old_link_states(card: NvmlCard, links: range) -> dict[Key, float]:
 
 def _memory(card: NvmlCard) -> Values:
     memory = card.nvml.nvmlDeviceGetMemoryInfo(card.handle, card.nvml.nvmlMemory_v2)  # excludes the driver's reserve
+    card.latest[MEMORY_TOTAL] = memory.total
     yield m.GPU_MEMORY_USED_BYTES, (), memory.used
     yield m.GPU_MEMORY_TOTAL_BYTES, (), memory.total
     yield m.GPU_MEMORY_RESERVED_BYTES, (), memory.reserved
@@ -187,12 +188,14 @@ def _clock_events(card: NvmlCard, call: str) -> Values:
 
 
 def _processes(card: NvmlCard) -> Values:
-    """Yield number and memory of compute processes by owner. Beyond the 8 largest, owners are summed as `other`."""
-    processes = [
-        process
-        for process in card.nvml.nvmlDeviceGetComputeRunningProcesses_v3(card.handle)
-        if fields.possible(process.pid, process.usedGpuMemory)
-    ]
+    """Yield number and memory of compute processes by owner. Beyond the 8 largest, owners are summed as `other`.
+
+    Early R535 releases return the second process and all others garbled (an ABI break of nvmlProcessInfo_v3).
+    """
+    answer = card.nvml.nvmlDeviceGetComputeRunningProcesses_v3(card.handle)
+    limit, total = fields.pid_limit(card.proc), card.latest.get(MEMORY_TOTAL, fields.MAX_GPU_MEMORY)
+    processes = [one for one in answer if 0 < one.pid < limit and (one.usedGpuMemory or 0) <= total]
+    card.garbled = len(processes) < len(answer)
     pids = {process.pid for process in processes}
     # The same pid is the same process, unless the number was reused within seconds.
     known = {pid: owner for pid, owner in card.past.owners.items() if owner != cgroup.UNKNOWN}
@@ -421,7 +424,8 @@ def _parts(name: str, *parts: tuple[Metric, tuple[str, ...], str | int], **how: 
     return Read(name, values, **how)
 
 
-GPM, ECC_MODE = (-1, 0), (-2, 0)  # no fields, but keys in `latest`: whether the GPU has GPM, and whether ECC is on
+# No fields, but keys in `latest`: whether the GPU has GPM, whether ECC is on, and bytes of memory.
+GPM, ECC_MODE, MEMORY_TOTAL = (-1, 0), (-2, 0), (-3, 0)
 GRAPHICS_CLOCK, SM_CLOCK, MEMORY_CLOCK, VIDEO_CLOCK = range(4)  # nvmlClockType_t
 
 _MEMORY = Read("nvmlDeviceGetMemoryInfo", _memory, needs=("nvmlMemory_v2",))
