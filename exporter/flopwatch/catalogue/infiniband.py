@@ -49,10 +49,8 @@ def port_counter(
     if not roce:
         text += " Absent on RoCE."
     source = (", " if label else ", else ").join(files)
-    bits = sticks or wraps or 64
-    labels = (*PORT, *label)
-    of_files = files, bits, sticks > 0, quiet, words, legacy, roce
-    return PortCounter(name, "counter", text, labels, source, 1.0, key, *of_files)
+    of_files = files, sticks or wraps or 64, sticks > 0, quiet, words, legacy, roce
+    return PortCounter(name, "counter", text, (*PORT, *label), source, 1.0, key, *of_files)
 
 
 # fmt: off
@@ -152,9 +150,8 @@ INFINIBAND_PACKET_SEQUENCE_ERRORS_TOTAL = port_counter("infiniband_packet_sequen
     "Negative acknowledgements received for lost packets.", "hw_counters/packet_seq_err", wraps=32)
 INFINIBAND_RNR_NAK_RETRIES_TOTAL = port_counter("infiniband_rnr_nak_retries_total",
     "Retries because the peer was not ready to receive.", "hw_counters/rnr_nak_retry_err", wraps=32)
-INFINIBAND_RNR_RETRIES_EXCEEDED_TOTAL = port_counter("infiniband_rnr_retries_exceeded_total",
-    "Queue pairs given up because the peer was never ready: check the peer.", "hw_counters/req_rnr_retries_exceeded",
-    wraps=32)
+INFINIBAND_RNR_RETRIES_EXCEEDED_TOTAL = port_counter("infiniband_rnr_retries_exceeded_total", "Queue pairs given "
+    "up because the peer was never ready: check the peer.", "hw_counters/req_rnr_retries_exceeded", wraps=32)
 INFINIBAND_CONGESTION_NOTIFICATIONS_HANDLED_TOTAL = port_counter("infiniband_congestion_notifications_handled_total",
     "Congestion notifications this sender obeyed: it was slowed down. RoCE.", "hw_counters/rp_cnp_handled")
 INFINIBAND_CONGESTION_NOTIFICATIONS_IGNORED_TOTAL = port_counter("infiniband_congestion_notifications_ignored_total",
@@ -175,12 +172,10 @@ INFINIBAND_REQUESTER_ERRORS_TOTAL = port_counter("infiniband_requester_errors_to
     "Requests that completed with an error: a failing job.", "hw_counters/req_cqe_error", wraps=32)
 INFINIBAND_RESPONDER_ERRORS_TOTAL = port_counter("infiniband_responder_errors_total",
     "Responses that completed with an error: a failing job.", "hw_counters/resp_cqe_error", wraps=32)
-INFINIBAND_REQUESTER_FLUSHES_TOTAL = port_counter("infiniband_requester_flushes_total",
-    "Requests flushed when a queue pair was closed: normal at the end of a job.", "hw_counters/req_cqe_flush_error",
-    wraps=32)
-INFINIBAND_RESPONDER_FLUSHES_TOTAL = port_counter("infiniband_responder_flushes_total",
-    "Responses flushed when a queue pair was closed: normal at the end of a job.", "hw_counters/resp_cqe_flush_error",
-    wraps=32)
+INFINIBAND_REQUESTER_FLUSHES_TOTAL = port_counter("infiniband_requester_flushes_total", "Requests flushed when a "
+    "queue pair was closed: normal at the end of a job.", "hw_counters/req_cqe_flush_error", wraps=32)
+INFINIBAND_RESPONDER_FLUSHES_TOTAL = port_counter("infiniband_responder_flushes_total", "Responses flushed when "
+    "a queue pair was closed: normal at the end of a job.", "hw_counters/resp_cqe_flush_error", wraps=32)
 # EFA.
 INFINIBAND_RETRANSMITTED_BYTES_TOTAL = port_counter("infiniband_retransmitted_bytes_total",
     "Bytes retransmitted (EFA, Nitro v4 and later).", "hw_counters/retrans_bytes")

@@ -71,6 +71,11 @@ def losses(samples: Sequence[Sample], notes: Mapping[str, Any], proc: Path) -> I
             f"{gpus}: MIG is on and no instance is visible, so gpu_mig_info and other gpu_mig_* are absent. Give the "
             "container NVIDIA_MIG_MONITOR_DEVICES=all and CAP_SYS_ADMIN."
         )
+    if gpus := refused("nvmlDeviceGetMemoryInfo"):
+        yield (
+            f"{gpus}: the driver refuses the memory of the GPU or its MIG instances, so gpu_memory_*_bytes or "
+            "gpu_mig_memory_*_bytes are absent. Give the container NVIDIA_MIG_MONITOR_DEVICES=all and CAP_SYS_ADMIN."
+        )
     if gpus := having(m.GPU_ECC_MODE, 0):
         yield f"{gpus}: error correction is off, so {ECC_ROWS} are absent. Switch it on (nvidia-smi -e 1) and reset."
     elif notes.get(UNWRITTEN):

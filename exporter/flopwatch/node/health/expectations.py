@@ -61,18 +61,12 @@ def parse(text: str, name: str = "--expect") -> Expectations:
     except (ValueError, RecursionError):
         raise SettingsError(f"{name} cannot be read; write JSON, for example {_EXAMPLE}") from None
     _check_keys(name, content, tuple(one.name for one in fields(Expectations)))
-    given: dict[str, Any] = {
-        key: _number(name, key, number, whole=True)
-        for key, number in content.items()
-        if key not in ("gpu_model", "ports")
-    }
-    if "gpu_model" in content:
-        if not isinstance(content["gpu_model"], str):
-            raise SettingsError(f'{name}: "gpu_model" is the name nvidia-smi prints, such as "NVIDIA H100 80GB HBM3"')
-        given["gpu_model"] = content["gpu_model"]
-    if "ports" in content:
-        given["ports"] = _ports(name, content["ports"])
-    return Expectations(**given)
+    for key, number in content.items():
+        if key not in ("gpu_model", "ports"):
+            _number(name, key, number, whole=True)
+    if not isinstance(content.get("gpu_model", ""), str):
+        raise SettingsError(f'{name}: "gpu_model" is the name nvidia-smi prints, such as "NVIDIA H100 80GB HBM3"')
+    return Expectations(**{**content, "ports": _ports(name, content.get("ports", {}))})
 
 
 def _ports(name: str, content: Any) -> dict[str, Ports]:

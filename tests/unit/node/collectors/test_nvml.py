@@ -1501,6 +1501,26 @@ def test_mig_instances_that_may_not_be_seen_are_logged_and_requested_again(
     assert len(of(driver.read(), GPU_MIG_INFO, "4")) == 7
 
 
+@pytest.mark.parametrize("refused", ["instances", "whole GPU", "both"])
+def test_memory_that_a_mig_gpu_refuses_costs_only_its_own_series(
+    node: SimulatedNode, collector: Callable[..., Nvml], caplog: pytest.LogCaptureFixture, refused: str
+) -> None:
+    class Refusing(Simulation):
+        def nvmlDeviceGetMemoryInfo(self, handle: Handle, version: int | None = None) -> Any:
+            if handle.index == 4 and refused in ("both", "whole GPU" if handle.slot is None else "instances"):
+                raise pynvml.NVMLError(pynvml.NVML_ERROR_NO_PERMISSION)
+            return super().nvmlDeviceGetMemoryInfo(handle, version)
+
+    node.mig(4, "on", "1g.10gb")
+    samples = collector(Refusing(node.root)).read()
+    assert present(samples) == {str(index): 1 for index in range(8)}
+    assert (len(of(samples, GPU_MIG_INFO, "4")), len(of(samples, GPU_POWER_WATTS, "4"))) == (7, 1)
+    assert len(of(samples, GPU_MIG_MEMORY_TOTAL_BYTES, "4")) == (7 if refused == "whole GPU" else 0)
+    assert len(of(samples, GPU_MEMORY_TOTAL_BYTES, "4")) == (1 if refused == "instances" else 0)
+    logged = "MIG is on, and without MIG's capabilities the memory of its instances cannot be read"
+    assert [record.getMessage() for record in caplog.records] == ([] if refused == "whole GPU" else [logged])
+
+
 def test_processes_that_the_driver_garbles_are_left_out(node: SimulatedNode, collector: Callable[..., Nvml]) -> None:
     class Garbled(Simulation):
         def nvmlDeviceGetComputeRunningProcesses_v3(self, handle: Handle) -> list[Any]:

@@ -116,6 +116,21 @@ def test_what_a_lie_costs_is_one_line_with_the_remedy(doctor: Doctor, node: Simu
     assert all(2.7 < seconds < 5 for seconds in took)
 
 
+def test_refused_memory_of_a_mig_gpu_is_a_line_of_its_own(doctor: Doctor, node: SimulatedNode) -> None:
+    node.mig(2, "on")
+    node.fail("nvmlDeviceGetMemoryInfo", 4, gpu=2)
+    memory = (
+        "GPU 2: the driver refuses the memory of the GPU or its MIG instances, so gpu_memory_*_bytes or "
+        "gpu_mig_memory_*_bytes are absent. Give the container NVIDIA_MIG_MONITOR_DEVICES=all and CAP_SYS_ADMIN."
+    )
+    assert doctor()[1] == [memory]
+    node.lie("hidden_mig")
+    assert [line.partition(",")[0] for line in doctor()[1]] == [
+        "GPU 2: MIG is on and no instance is visible",
+        memory.partition(",")[0],
+    ]
+
+
 def test_a_driver_that_restricts_profiling_is_named_as_the_cause(doctor: Doctor, node: SimulatedNode) -> None:
     node.tick(1_700_000_400.0 + 301)
     node.lie("gpm_refusals")

@@ -292,15 +292,15 @@ def _mig(card: NvmlCard) -> Values:
 def _instances(card: NvmlCard) -> Iterator[tuple[dict[str, str], Any]]:
     """Yield labels and memory (None: unreadable) of each MIG instance, except instances without a readable uuid.
 
-    A refusal (NO_PERMISSION) is an error that is logged, and not an empty slot: the container lacks MIG's capabilities.
+    A refusal (NO_PERMISSION) is logged, and is not an empty slot or unknown memory: the container lacks MIG's
+    capabilities.
     https://docs.nvidia.com/datacenter/tesla/mig-user-guide/#device-nodes-and-capabilities
     """
     nvml = card.nvml
     failures: set[int | None] = set()
-    refusal: Exception | None = None
+    refused: dict[str, Exception] = {}  # by call
 
     def of(handle: Any, call: str, *arguments: Any) -> Any:
-        nonlocal refusal
         try:
             return getattr(nvml, call)(handle, *arguments)
         except Exception as error:
@@ -310,7 +310,7 @@ def _instances(card: NvmlCard) -> Iterator[tuple[dict[str, str], Any]]:
             if code is None:
                 card.report(call, error)
             if code == NO_PERMISSION:
-                refusal = error
+                refused[call] = error
             failures.add(code)
             return None
 
@@ -332,9 +332,10 @@ def _instances(card: NvmlCard) -> Iterator[tuple[dict[str, str], Any]]:
             },
             of(handle, "nvmlDeviceGetMemoryInfo", nvml.nvmlMemory_v2),
         )
-    if refusal is not None:
-        card.report("MIG is on, and without MIG's capabilities its instances", refusal)
-    card.incomplete = not failures <= {None, *LACKING, *EMPTY_SLOT} or refusal is not None
+    for call, error in refused.items():
+        what = "the memory of its instances" if call == "nvmlDeviceGetMemoryInfo" else "its instances"
+        card.report(f"MIG is on, and without MIG's capabilities {what}", error)
+    card.incomplete = not failures <= {None, *LACKING, *EMPTY_SLOT} or bool(refused)
 
 
 def _gpm_supported(card: NvmlCard) -> bool:
