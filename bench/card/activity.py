@@ -6,13 +6,20 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
+from collections.abc import Mapping
+from contextlib import closing
 from functools import partial
+from pathlib import Path
 
-from bench.card.fields import PCIE_BYTES, ask
-from bench.card.machine import COPY, HOLD, MATMUL, ROOT, Gpu, Machine
+from bench.card.fields import PCIE_BYTES, Answer, ask
+from bench.card.machine import COPY, DEVICE_COPY, HOLD, MATMUL, ROOT, Gpu, Machine
+from bench.card.plan import TOTAL
 from bench.card.report import Report, Unavailable, text
-from bench.card.smi import PIDS, parsed
+from bench.card.smi import PIDS, by_series, parsed
+from flopwatch import catalogue as m
 from flopwatch.node.collectors.nvml import gpm
+from flopwatch.node.collectors.nvml.fields import Key
 
 NAMES = {1: "graphics", 2: "sm", 3: "occupancy", 5: "tensor", 10: "dram"}
 IDLE = 0.02
@@ -22,6 +29,9 @@ SETTLE = 2.0  # seconds until the means are those of the work
 # https://docs.nvidia.com/datacenter/dcgm/latest/user-guide/feature-overview.html#profiling-metrics
 BYTES_SHARE = (0.95, 1.25)
 MEMORY_SHARE, MEMORY_SLACK = 0.01, 64 << 20  # the driver's own pages change while a process starts
+RECEIVED_FIELD = (198, 0)
+REGISTER = 2**32  # bytes after which a register of 32 bits wraps
+DRAM_MARGIN = (0.8, 1.25)  # of the computed share: cycles without data between reads and writes are active too
 NCU_SECONDS = 60.0
 NCU_REFUSED = "ERR_NVGPUCTRPERM"
 
@@ -83,12 +93,29 @@ def section(machine: Machine, gpu: Gpu, seconds: float, report: Report) -> None:
     for metric, (low, high) in machine.activity.items():
         report.within(f"matmul_{NAMES[metric]}", active.get(metric), low, high)
     report.info("pipes", ", ".join(f"{name} {text(active.get(metric))}" for metric, name in gpm.PIPES.items()))
-    with machine.work(COPY, gpu):
+    with machine.work(DEVICE_COPY, gpu) as work:
         machine.sleep(SETTLE)
         copying = shares(machine, gpu, seconds / 3)
     report.facts["copy"] = copying
-    report.info("copy_dram", text(copying.get(10)))
+    peak = dram_peak(machine, gpu)
+    if peak is None or work.seconds == 0:
+        report.info("copy_dram", f"{text(copying.get(10))}, of an unknown peak")
+    else:
+        computed = work.units / work.seconds / peak
+        low, high = (computed * margin for margin in DRAM_MARGIN)
+        report.within("copy_dram", copying.get(10), low, high)
     report.info("unprivileged", unprivileged(machine, gpu))
+
+
+def dram_peak(machine: Machine, gpu: Gpu) -> float | None:
+    """Return the bytes per second of the GPU's memory at its highest clock, None if the driver reports no bus width."""
+    nvml = machine.recorder
+    try:
+        megahertz = float(nvml.nvmlDeviceGetMaxClockInfo(gpu.handle, machine.library.NVML_CLOCK_MEM))
+        bits = float(nvml.nvmlDeviceGetMemoryBusWidth(gpu.handle))
+    except machine.library.NVMLError:
+        return None
+    return 2e6 * megahertz * bits / 8  # two transfers a cycle
 
 
 def others(machine: Machine, gpu: Gpu) -> int:
@@ -123,10 +150,10 @@ def unprivileged(machine: Machine, gpu: Gpu) -> str:
 def pcie(machine: Machine, gpu: Gpu, seconds: float, report: Report) -> None:
     """Compare the bytes that GPM counts with bytes copied to the GPU, and report the raw byte fields."""
     counter = meter(machine, gpu)
-    before = ask(machine, gpu, PCIE_BYTES)
     highest = 0.0
     try:
         with machine.work(COPY, gpu) as work:
+            before = ask(machine, gpu, PCIE_BYTES)
             advance(machine, counter)
             began = machine.clock()
             while machine.clock() - began < seconds:
@@ -135,6 +162,7 @@ def pcie(machine: Machine, gpu: Gpu, seconds: float, report: Report) -> None:
                 highest = max(highest, *(answer.number or 0.0 for answer in ask(machine, gpu, PCIE_BYTES).values()))
         machine.sleep(STEP)
         advance(machine, counter)
+        after = ask(machine, gpu, PCIE_BYTES)
     finally:
         counter.close()
     received = counter.activity.bytes.get(gpm.PCIE_RECEIVED)
@@ -144,7 +172,21 @@ def pcie(machine: Machine, gpu: Gpu, seconds: float, report: Report) -> None:
     rate = work.units / work.seconds if work.seconds > 0 else None
     report.info("rate", f"{text(None if rate is None else rate / 1e9)} GB/s")
     for key, answer in before.items():
-        report.info(f"field_{key[0]}", f"{answer}, {'below' if highest < 2**32 else 'above'} 2^32 at all times")
+        report.info(f"field_{key[0]}", f"{answer}, {'below' if highest < REGISTER else 'above'} 2^32 at all times")
+    field_delta(before, after, highest, work.units, report)
+
+
+def field_delta(
+    before: Mapping[Key, Answer], after: Mapping[Key, Answer], highest: float, copied: float, report: Report
+) -> None:
+    """Compare the rise of the field of received bytes with the bytes copied, unless its register has 32 bits."""
+    numbers = [answers[RECEIVED_FIELD].number for answers in (before, after)]
+    delta = None if None in numbers else (numbers[1] or 0.0) - (numbers[0] or 0.0)
+    report.facts["field_198_delta"] = delta
+    if delta is None or copied == 0 or highest < REGISTER:
+        report.info("field_198_delta", f"{text(delta)} bytes in a register that wraps, {text(copied)} bytes copied")
+    else:
+        report.within("field_198_delta", delta / copied, *BYTES_SHARE, " of the bytes copied")
 
 
 def gaps(machine: Machine, gpu: Gpu, seconds: float, report: Report) -> None:
@@ -163,7 +205,9 @@ def gaps(machine: Machine, gpu: Gpu, seconds: float, report: Report) -> None:
     finally:
         counter.close()
     report.facts.update(refused=refused, covered=covered)
-    measured = f"{covered:.3f} of {seconds:.0f} s" + (f", {len(refused)} refused: {refused[0]}" if refused else "")
+    # A driver may refuse samples after minutes, which the other sections need.
+    measured = f"{covered:.3f} of {seconds:.0f} s, not of 3 min, because all sections have {TOTAL / 60:.0f} min"
+    measured += f", {len(refused)} refused: {refused[0]}" if refused else ""
     report.check("covered", covered >= 0.95 and not refused, measured, "0.95 or more, no refused sample")
 
 
@@ -213,6 +257,7 @@ def process(machine: Machine, gpu: Gpu, seconds: float, report: Report) -> None:
         machine.sleep(STEP)
         found = {one.pid: one.usedGpuMemory for one in nvml.nvmlDeviceGetComputeRunningProcesses_v3(gpu.handle)}
         memory = nvml.nvmlDeviceGetMemoryInfo(gpu.handle, machine.library.nvmlMemory_v2)
+        owners = owners_on(machine, gpu)
         try:
             listed = {
                 int(one.findtext("pid", "0")): one.findtext("used_memory", "")
@@ -225,8 +270,10 @@ def process(machine: Machine, gpu: Gpu, seconds: float, report: Report) -> None:
     report.facts.update(before=sorted(before), new=new, pid=work.pid)
     if own is None and new:
         report.info("pid", f"NVML reports {new} in place of pid {work.pid}, as in a container with its own pids")
+        report.info("owner", f"{', '.join(owners)}, of processes that are not seen from here")
         own = new[0]
     else:
+        report.check("owner", machine.owner() in owners, ", ".join(owners) or "no owner", machine.owner())
         report.check("pid", own is not None, f"pids {sorted(found)}", f"pid {work.pid}")
     smi = listed.get(own or 0, "").split(" ")[0]
     used = found.get(own or 0)
@@ -240,3 +287,9 @@ def process(machine: Machine, gpu: Gpu, seconds: float, report: Report) -> None:
         report.info("gpu_memory", f"{both} bytes")
     else:
         report.within("gpu_memory", both, work.memory - margin, work.memory + margin, " bytes")
+
+
+def owners_on(machine: Machine, gpu: Gpu) -> list[str]:
+    """Return the owners of a GPU's processes as the exporter reads them."""
+    with tempfile.TemporaryDirectory() as state, closing(machine.collector(Path(state))) as collector:
+        return sorted(labels[0] for name, labels in by_series(collector.read(), gpu) if name == m.GPU_PROCESSES.name)

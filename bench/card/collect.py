@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from contextlib import closing
+from contextlib import closing, suppress
+from ctypes import byref
 from pathlib import Path
 from typing import Any
 
@@ -61,15 +62,16 @@ def _field(number: int, scope: object) -> str:
 
 def release(machine: Machine, gpus: list[Gpu], seconds: float, report: Report) -> None:
     """Release the driver's handles, resume, kill the reader process, and read until its memory is known."""
+    others = holders()
     with tempfile.TemporaryDirectory() as state:
         reader = Reader("nvml", machine.reader_spec(Path(state)), backoff=1.0, driver=True)
         try:
-            _release(machine, reader, seconds, report)
+            _release(reader, others, seconds, report)
         finally:
             reader.close()
 
 
-def _release(machine: Machine, reader: Reader, seconds: float, report: Report) -> None:
+def _release(reader: Reader, others: set[int], seconds: float, report: Report) -> None:
     first = reader.ask(DEADLINE)
     report.check("reads", first.ok, first.reason or f"{len(first.samples)} samples", "samples")
     child: Any = reader._child
@@ -79,6 +81,8 @@ def _release(machine: Machine, reader: Reader, seconds: float, report: Report) -
     ended = reader.release()
     measured = f"{len(held)} device files, process {'ended' if ended else 'still runs'}"
     report.check("release", ended, measured, "an ended process")
+    left = sorted(holders() - others)
+    report.check("device_files", not left, f"open in {shortened(left) or 'no new process'}", "open in no new process")
     reader.resume()
     report.check("resume", reader.ask(DEADLINE).ok, "samples again", "samples")
     child = reader._child
@@ -99,18 +103,24 @@ def _release(machine: Machine, reader: Reader, seconds: float, report: Report) -
     resident = resident_bytes(child.process.pid) if child is not None else None
     mebibytes = None if resident is None else resident / 2**20
     report.facts.update(reads=reads, resident=resident)
-    report.within("memory", mebibytes, 0, RESIDENT_LIMIT / 2**20, f" MiB after {reads} reads")
+    done = f"{reads} reads in {time.monotonic() - began:.0f} s"
+    report.check("memory_reads", reads >= MEMORY_READS or None, done, f"{MEMORY_READS} reads")
+    report.within("memory", mebibytes, 0, RESIDENT_LIMIT / 2**20, " MiB")
 
 
 def open_devices(pid: int) -> list[str]:
     """Return the GPU device files that a process has open."""
     found = []
-    try:
+    with suppress(OSError):
         for number in os.listdir(f"/proc/{pid}/fd"):
-            found.append(os.readlink(f"/proc/{pid}/fd/{number}"))
-    except OSError:
-        return []
+            with suppress(OSError):  # a file may be closed meanwhile
+                found.append(os.readlink(f"/proc/{pid}/fd/{number}"))
     return sorted({path for path in found if "/dev/nvidia" in path})
+
+
+def holders() -> set[int]:
+    """Return the processes that have a GPU device file open."""
+    return {int(name) for name in os.listdir("/proc") if name.isdigit() and open_devices(int(name))}
 
 
 def resident_bytes(pid: int) -> int | None:
@@ -154,7 +164,7 @@ def events(machine: Machine, gpu: Gpu, seconds: float, report: Report) -> None:
 
 
 def layout(machine: Machine, gpu: Gpu, seconds: float, report: Report) -> None:
-    """Report the driver, MIG mode and NVLinks as they answer."""
+    """Report the driver, MIG mode, fabric and NVLinks as they answer."""
     nvml = machine.recorder
     for name, call, arguments in (
         ("driver", "nvmlSystemGetDriverVersion", ()),
@@ -170,7 +180,22 @@ def layout(machine: Machine, gpu: Gpu, seconds: float, report: Report) -> None:
             answer = error
         report.facts[name] = str(answer)
         report.info(name, answer)
+    report.info("fabric", fabric(machine, gpu))
     answers = ask(machine, gpu, [LINK_COUNT])
     links = range(int(answers[LINK_COUNT].number or 0))
     states = ask(machine, gpu, [(LINK_STATE, link) for link in links]) if links else {}
     report.info("nvlinks", f"{len(links)}, states {shortened(states.values(), 4) or 'no link'}")
+
+
+def fabric(machine: Machine, gpu: Gpu) -> str:
+    """Return the state of a GPU in the NVLink fabric, or the error."""
+    why: Exception | None = None
+    for structure in ("c_nvmlGpuFabricInfo_v3_t", "c_nvmlGpuFabricInfo_v2_t"):
+        try:
+            info = getattr(machine.library, structure)()
+            machine.recorder.nvmlDeviceGetGpuFabricInfoV(gpu.handle, byref(info))
+            numbers = f"state {info.state & 0xFF}, status {info.status}, clique {info.cliqueId}"
+            return f"{numbers}, health mask 0x{info.healthMask:x}"
+        except (machine.library.NVMLError, AttributeError) as error:
+            why = error
+    return str(why)

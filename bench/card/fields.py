@@ -14,6 +14,7 @@ from flopwatch.node.collectors.nvml.fields import ALL_LINKS, DOUBLE, VALUE_MEMBE
 
 ENERGY, MEMORY_TEMPERATURE = (83, 0), (82, 0)
 PCIE_BYTES: list[Key] = [(197, 0), (198, 0)]
+C2C = (fields.C2C_STATE, fields.C2C_SPEED, *fields.C2C_ERRORS)
 ENERGY_SHARE = 0.01
 MEMORY_CELSIUS = (1, 120)
 UNAVAILABLE_CELSIUS = next(entry.highest for entry in fields.FAST if entry.key == MEMORY_TEMPERATURE)
@@ -43,9 +44,9 @@ class Answer:
 
 
 def tables(machine: Machine, gpu: Gpu) -> dict[str, list[Key]]:
-    """Return the fields of each table that the exporter reads, and the PCIe byte counters."""
-    counted = ask(machine, gpu, [fields.LINK_COUNT])[fields.LINK_COUNT]
-    links = range(int(counted.number or 0) if counted.code == 0 else 0)
+    """Return the fields of each table that the exporter reads, those of NVLink-C2C, and the PCIe byte counters."""
+    links = range(_count(machine, gpu, fields.LINK_COUNT))
+    c2c_links = range(max(1, _count(machine, gpu, fields.C2C_COUNT)))  # one also for the answer of a GPU without any
     return {
         "often": [entry.key for entry in fields.FAST],
         "often_links": [entry.key for entry in fields.FAST_LINKS],
@@ -53,8 +54,14 @@ def tables(machine: Machine, gpu: Gpu) -> dict[str, list[Key]]:
         "links": [(field, link) for field in fields.PER_LINK for link in links],
         "links_added_up": [(field, ALL_LINKS) for field in fields.ADDED_UP],
         "old_links": [entry.key for entry in (*fields.OLD_LINKS, fields.OLD_LINK_SPEED)],
+        "c2c": [fields.C2C_COUNT, *((field, link) for field in C2C for link in c2c_links)],
         "pcie_bytes": PCIE_BYTES,
     }
+
+
+def _count(machine: Machine, gpu: Gpu, key: Key) -> int:
+    """Return how many links of a kind a GPU has."""
+    return int(ask(machine, gpu, [key])[key].number or 0)
 
 
 def ask(machine: Machine, gpu: Gpu, keys: list[Key]) -> dict[Key, Answer]:

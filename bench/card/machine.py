@@ -16,13 +16,14 @@ from typing import Any
 
 from bench.card.report import Unavailable
 from flopwatch.node.capture.recorder import Recorder
+from flopwatch.node.collectors import cgroup
 from flopwatch.node.collectors.nvml import Nvml
 from flopwatch.node.scrape.reader import Spec
 
 ROOT = Path(__file__).resolve().parents[2]
 SMI_SECONDS = 30.0
 START_SECONDS = 90.0  # until work runs on the GPU: PyTorch's import and the first kernels
-MATMUL, COPY, HOLD = "matmul", "copy", "hold"  # kinds of work
+MATMUL, COPY, DEVICE_COPY, HOLD = "matmul", "copy", "device_copy", "hold"  # kinds of work
 
 
 @dataclass
@@ -31,7 +32,7 @@ class Work:
 
     pid: int = 0
     memory: int = 0
-    units: float = 0.0  # bytes that were copied, or FLOPs
+    units: float = 0.0  # FLOPs, bytes copied to the GPU, or bytes read and written in its memory
     seconds: float = 0.0
 
 
@@ -79,6 +80,11 @@ class Machine:
                     Gpu(index, handle, str(nvml.nvmlDeviceGetUUID(handle)), str(nvml.nvmlDeviceGetName(handle)))
                 )
         return found
+
+    def owner(self) -> str:
+        """Return the owner of this process and of its work, as the label of GPU processes has it."""
+        text = (self.proc / "self" / "cgroup").read_text(errors="replace")
+        return cgroup.parse(text) or f"user:{os.getuid()}"
 
     def collector(self, state: Path, library: Any = None) -> Nvml:
         """Return the exporter's NVML collector, with its inventory in the folder `state`."""

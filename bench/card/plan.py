@@ -35,7 +35,7 @@ SECTIONS: tuple[Section, ...] = (
     Section("pcie", "bench.card.activity:pcie", ONE, 6, 60),
     Section("events", "bench.card.collect:events", EACH, 0, 20),
     Section("process", "bench.card.activity:process", ONE, 0, 60),
-    Section("release", "bench.card.collect:release", ALL, 15, 90),
+    Section("release", "bench.card.collect:release", ALL, 45, 150),
     Section("capture", "bench.card.capture:section", ALL, 30, 90),
     Section("clock", "bench.card.device:clock", TORCH, 20, 80),
     Section("pool", "bench.card.waits:pool", TORCH, 25, 90),

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench.card.machine import COPY, Gpu, Machine, Work
+from bench.card.machine import COPY, DEVICE_COPY, Gpu, Machine, Work
 from flopwatch.node.scrape.reader import Spec
 from flopwatch.simulate import h100
 from flopwatch.simulate.folder import NodeFolder
@@ -16,6 +16,17 @@ from flopwatch.simulate.pynvml import ACTIVITIES, TENSOR_ACTIVITIES, Simulation
 from simulator.host import SimulatedNode
 
 SHARES = ACTIVITIES | TENSOR_ACTIVITIES
+BUS_BITS = 5120
+DRAM_RATE = 2e6 * h100.MEMORY_CLOCK * BUS_BITS / 8  # bytes a second, two transfers a cycle
+RATES = {COPY: h100.PCIE_RATE, DEVICE_COPY: SHARES[10] * DRAM_RATE}  # units a second of full load
+
+
+class Driver(Simulation):
+    """Simulated driver with the calls that only this program makes."""
+
+    def nvmlDeviceGetMemoryBusWidth(self, handle: object) -> int:
+        """Return the bits of the memory bus."""
+        return BUS_BITS
 
 
 class SimulatedMachine(Machine):
@@ -29,7 +40,7 @@ class SimulatedMachine(Machine):
         self._folder = NodeFolder(folder)
         self.now = float(self._folder.load("node.json")["time"])
         self.pass_time(1.0)
-        simulation = Simulation(folder)
+        simulation = Driver(folder)
         simulation.sleep = self.pass_time
         super().__init__(
             simulation if library is None else library,
@@ -47,6 +58,10 @@ class SimulatedMachine(Machine):
         """Advance the node and its clock."""
         self.now += seconds
         self.node.tick(self.now)
+
+    def owner(self) -> str:
+        """Return the owner of the processes on the GPUs."""
+        return f"slurm:{h100.SLURM_JOB}"
 
     def reader_spec(self, state: Path) -> Spec:
         """Return the factory of the simulated node's collector in a reader process."""
@@ -67,7 +82,7 @@ class SimulatedMachine(Machine):
         finally:
             self.node.load(gpu.index, 0.0)
         work.seconds = self.now - began
-        work.units = (self._busy(gpu) - before) * (h100.PCIE_RATE if kind == COPY else 1e12)
+        work.units = (self._busy(gpu) - before) * RATES.get(kind, 1e12)
 
     def _busy(self, gpu: Gpu) -> float:
         state: Mapping[str, float] = self._folder.load("node.json")["gpus"][gpu.index]

@@ -26,6 +26,8 @@ ENERGY_SHARE, ENERGY_STEP = 0.05, 0.1
 MEBIBYTE = float(1 << 20)
 PIDS = "processes/process_info"
 
+WORDS = {"No": "0", "Yes": "1"}
+
 Series = tuple[str, tuple[str, ...]]  # name of a family, labels after (gpu, uuid)
 
 
@@ -108,6 +110,8 @@ TABLE: tuple[Compared, ...] = (
     *_ecc("aggregate", "ecc_errors", m.GPU_ECC_LIFETIME_ERRORS_TOTAL),
     Compared(m.GPU_REMAPPED_ROWS_TOTAL, ("remapped_rows/remapped_row_corr",), ("corrected",)),
     Compared(m.GPU_REMAPPED_ROWS_TOTAL, ("remapped_rows/remapped_row_unc",), ("uncorrected",)),
+    Compared(m.GPU_ROW_REMAP_PENDING, ("remapped_rows/remapped_row_pending",)),
+    Compared(m.GPU_ROW_REMAP_FAILURE, ("remapped_rows/remapped_row_failure",)),
     Compared(m.GPU_PCIE_GENERATION, (f"{LINK}/pcie_gen/current_link_gen",)),
     Compared(m.GPU_PCIE_WIDTH_LANES, (f"{LINK}/link_widths/current_link_width",)),
     Compared(m.GPU_PCIE_REPLAYS_TOTAL, ("pci/replay_counter",)),
@@ -132,7 +136,7 @@ def parsed(document: str, uuid: str) -> ElementTree.Element:
 
 def printed(gpu: ElementTree.Element, compared: Compared) -> float | None:
     """Return the number that nvidia-smi printed, in the unit of the row, None if it printed none."""
-    texts = [gpu.findtext(path) for path in compared.paths]
+    texts = [None if (each := gpu.findtext(path)) is None else WORDS.get(each, each) for path in compared.paths]
     found = [re.match(r"\s*(-?[0-9]+(?:\.[0-9]+)?)", each) for each in texts if each is not None]
     numbers = [float(match[1]) * compared.unit for match in found if match is not None]
     return None if not numbers else numbers[0] if compared.first else sum(numbers)

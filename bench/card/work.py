@@ -1,7 +1,8 @@
-"""Work for one GPU, in its own process: `python -m bench.card.work matmul|copy|hold`.
+"""Work for one GPU, in its own process: `python -m bench.card.work matmul|copy|device_copy|hold`.
 
 It prints {"memory": bytes in use on the GPU} once the first kernels are done, begins when a line arrives on stdin, ends
-when stdin is closed, and prints {"units", "seconds"}: FLOPs of matrix products, or bytes copied to the GPU.
+when stdin is closed, and prints {"units", "seconds"}: FLOPs of matrix products, bytes copied to the GPU, or bytes read
+and written by copies in its memory.
 """
 
 from __future__ import annotations
@@ -45,6 +46,19 @@ def copy(device: torch.device) -> Callable[[], float]:
     return once
 
 
+def device_copy(device: torch.device) -> Callable[[], float]:
+    """Return a function that copies within the GPU's memory and returns the bytes that it reads and writes."""
+    source = torch.zeros(CHUNK if device.type == "cuda" else 1 << 20, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+
+    def once() -> float:
+        for _ in range(8):
+            target.copy_(source)
+        return 16.0 * source.numel()
+
+    return once
+
+
 def hold(device: torch.device) -> Callable[[], float]:
     """Return a function that only holds memory."""
     held = torch.zeros(1 << 28, dtype=torch.uint8, device=device)
@@ -56,7 +70,7 @@ def hold(device: torch.device) -> Callable[[], float]:
     return once
 
 
-KINDS = {"matmul": matmul, "copy": copy, "hold": hold}
+KINDS = {"matmul": matmul, "copy": copy, "device_copy": device_copy, "hold": hold}
 
 
 def main() -> None:

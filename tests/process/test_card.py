@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,9 +13,10 @@ import pytest
 
 from bench.card import collect
 from bench.card.plan import SECTIONS
-from bench.card.report import FAIL, Report, run
+from bench.card.report import FAIL, INFO, Report, run
 from bench.card.simulated import SimulatedMachine
 from flopwatch.node.collectors.nvml import Nvml
+from flopwatch.node.scrape.reader import Reader
 from simulator import nvml_replay as replay
 from simulator.host import SimulatedNode
 from tests.support import ROOT, TESTS
@@ -116,7 +118,33 @@ def test_a_reader_is_released_restarted_and_measured(
     report = Report("x")
     run(collect.release, report, machine, machine.gpus(), 1.0)
     assert {line.name.removeprefix("x.") for line in report.lines if line.status == FAIL} == fails, report.lines
-    assert len(report.lines) == (1 if name == "DEADLINE" else 5)
+    assert len(report.lines) == (1 if name == "DEADLINE" else 7)
+    if name == "RESIDENT_LIMIT":
+        assert next(line for line in report.lines if line.name == "x.memory_reads").status == INFO
+
+
+def test_a_reader_that_does_not_end_or_whose_device_files_stay_open_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collect, "RESTART_SECONDS", 60.0)  # other tests run at the same time
+    device = tmp_path / "dev" / "nvidia0"
+    device.parent.mkdir()
+    held: list[Any] = []
+    release = Reader.release
+
+    def released(reader: Reader) -> bool:
+        if held:  # at its end, the section releases again
+            return release(reader)
+        held.append(device.open("w"))
+        return not release(reader)
+
+    monkeypatch.setattr(Reader, "release", released)
+    machine = SimulatedMachine(tmp_path / "node")
+    report = Report("x")
+    run(collect.release, report, machine, machine.gpus(), 0.1)
+    held[0].close()
+    failed = {line.name: line.measured for line in report.lines if line.status == FAIL}
+    assert failed == {"x.release": "0 device files, process still runs", "x.device_files": f"open in {os.getpid()}"}
 
 
 def test_without_a_driver_one_line_and_status_2() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from bench.card import activity, capture, collect, fields, smi
 from bench.card.__main__ import read
 from bench.card.machine import Gpu, Work
+from bench.card.machine import Machine as RealMachine
 from bench.card.plan import SECTIONS, TOTAL
 from bench.card.report import FAIL, INFO, PASS, Line, Report, Unavailable, run
 from bench.card.simulated import SimulatedMachine
@@ -82,10 +84,13 @@ def failed(found: dict[str, Line]) -> set[str]:
         (collect.events, {"wait"}),
         (collect.layout, set()),
         (smi.section, {*(row.name for row in smi.TABLE)} - {"gpu_temperature_limit"} | {"processes", "energy"}),
-        (activity.section, {f"{load}_{name}" for load in ("idle", "matmul") for name in ("sm", "tensor", "dram")}),
-        (activity.pcie, {"received_share"}),
+        (
+            activity.section,
+            {f"{load}_{name}" for load in ("idle", "matmul") for name in ("sm", "tensor", "dram")} | {"copy_dram"},
+        ),
+        (activity.pcie, {"received_share", "field_198_delta"}),
         (activity.gaps, {"covered"}),
-        (activity.process, {"pid", "memory", "gpu_memory"}),
+        (activity.process, {"pid", "owner", "memory", "gpu_memory"}),
         (activity.ncu, set()),
         (capture.section, {"replay"}),
     ],
@@ -120,6 +125,7 @@ def test_a_lie_of_the_driver_fails(machine: Machine, lie: str, section: Callable
         ("unwritten_fields", fields.section, "unwritten", "success without a value: 3 4 5 6 29 30 31"),
         ("no_ecc", fields.section, "unwritten", "success without a value: 3 4 5 6"),
         ("wrapping_bytes", activity.pcie, "field_198", "below 2^32 at all times"),
+        ("wrapping_bytes", activity.pcie, "field_198_delta", "bytes in a register that wraps"),
         ("no_persistence", collect.layout, "persistence", "0"),
         ("slow_init", collect.section, "first", "40.000 s with nvmlInit"),
     ],
@@ -137,6 +143,14 @@ def test_other_lies_are_reported(
 def test_numbers_that_differ_from_nvidia_smi_fail(machine: Machine) -> None:
     machine.printed = {path: "987654 MHz" for row in smi.TABLE for path in row.paths}
     assert failed(lines(machine, smi.section)) == {row.name for row in smi.TABLE}
+
+
+def test_a_remapping_that_only_nvidia_smi_reports_fails(machine: Machine) -> None:
+    machine.printed = {f"remapped_rows/remapped_row_{state}": "Yes" for state in ("pending", "failure")}
+    assert failed(lines(machine, smi.section)) == {"gpu_row_remap_pending", "gpu_row_remap_failure"}
+    for gpu in range(8):
+        machine.node.remap(gpu, pending=True, failure=True)
+    assert failed(lines(machine, smi.section)) == set()
 
 
 def test_a_number_that_nvidia_smi_does_not_print_is_info(machine: Machine) -> None:
@@ -253,7 +267,46 @@ def test_activity_of_other_processes_is_info(machine: Machine) -> None:
 @pytest.mark.parametrize("factor", [0.5, 2.0])
 def test_bytes_that_differ_from_those_copied_fail(machine: Machine, factor: float) -> None:
     machine.work_factor = factor
-    assert failed(lines(machine, activity.pcie)) == {"received_share"}
+    assert failed(lines(machine, activity.pcie)) == {"received_share", "field_198_delta"}
+
+
+def test_a_field_that_counts_other_bytes_than_those_copied_fails(machine: Machine) -> None:
+    assert failed(lines(altered_field(machine, 198, lambda count: 2 * count), activity.pcie)) == {"field_198_delta"}
+
+
+def test_a_memory_activity_that_differs_from_the_copied_bytes_fails(machine: Machine) -> None:
+    machine.work_factor = 1.5
+    assert failed(lines(machine, activity.section)) == {"copy_dram"}
+
+
+def test_a_memory_activity_without_a_known_peak_is_info(machine: Machine) -> None:
+    found = lines(replace_library(machine, Altered(machine.node.root)), activity.section)
+    assert found["copy_dram"].status == INFO
+    assert found["copy_dram"].measured.endswith(", of an unknown peak")
+
+
+def test_the_line_about_gaps_has_its_time_and_why_it_is_short(machine: Machine) -> None:
+    measured = lines(machine, activity.gaps)["covered"].measured
+    assert measured == "1.000 of 6 s, not of 3 min, because all sections have 10 min"
+
+
+@pytest.mark.parametrize("links", [0, 2])
+def test_raw_answers_have_the_links_to_a_grace_cpu(machine: Machine, links: int) -> None:
+    simulation = machine.library
+    original = simulation.field_numbers
+    c2c = {(170, 0): links} | {(field, link): 1 for field in (171, 172, 231, 232, 233) for link in range(links)}
+    simulation.field_numbers = lambda handle: original(handle) | c2c
+    report = Report("fields")
+    run(fields.section, report, machine, machine.gpus()[0], 1.0)
+    codes = {(field, link): code for field, link, code, *_ in report.facts["c2c"]}
+    wanted = {(field, link) for field in (171, 172, 231, 232, 233) for link in range(max(1, links))}
+    assert codes == {(170, 0): 0} | dict.fromkeys(wanted, 0 if links else NOT_SUPPORTED)
+
+
+def test_the_fabric_is_reported_as_it_answers(machine: Machine) -> None:
+    assert lines(machine, collect.layout)["fabric"].measured == "state 3, status 0, clique 0, health mask 0x51aa"
+    machine.node.fail("nvmlDeviceGetGpuFabricInfoV", NOT_SUPPORTED)
+    assert lines(machine, collect.layout)["fabric"].measured == "Not Supported"
 
 
 def test_a_gpu_without_gpm_is_info(machine: Machine) -> None:
@@ -266,14 +319,30 @@ def test_a_gpu_without_gpm_is_info(machine: Machine) -> None:
 def test_a_process_that_the_driver_does_not_list_fails(machine: Machine) -> None:
     machine.pid = 1
     altered = Altered(machine.node.root, nvmlDeviceGetComputeRunningProcesses_v3=lambda handle: [])
-    assert failed(lines(replace_library(machine, altered), activity.process)) == {"pid"}
+    assert failed(lines(replace_library(machine, altered), activity.process)) == {"pid", "owner"}
+
+
+def test_a_process_of_another_owner_than_its_job_fails(machine: Machine) -> None:
+    for file in machine.proc.glob("*/cgroup"):
+        file.write_text("0::/system.slice/slurmstepd.scope/job_7/step_0\n")
+    found = lines(machine, activity.process)
+    assert failed(found) == {"owner"}
+    assert (found["owner"].measured, found["owner"].expected) == ("slurm:7", "slurm:4242")
+
+
+def test_the_owner_of_this_process_is_its_job_or_its_user(tmp_path: Path) -> None:
+    cgroup = tmp_path / "self" / "cgroup"
+    cgroup.parent.mkdir()
+    for text, owner in (("0::/\n", f"user:{os.getuid()}"), ("0::/slurm/uid_0/job_9/step_0\n", "slurm:9")):
+        cgroup.write_text(text)
+        assert RealMachine(pynvml, proc=tmp_path).owner() == owner
 
 
 def test_a_process_of_another_pid_namespace_is_info(machine: Machine) -> None:
     machine.pid = 1
     found = lines(machine, activity.process)
     assert failed(found) == set()
-    assert found["pid"].status == INFO
+    assert found["pid"].status == found["owner"].status == INFO
     assert found["memory"].status == PASS
 
 
