@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -64,14 +64,29 @@ def clock(device: str, seconds: float, report: Report) -> None:
         pending.append((mark, event, synced))
         time.sleep(draw.random() * 0.01)
     torch.cuda.synchronize()
+    queries = [took(event.query) for _, event, _ in pending]
     samples = [
         Sample(at, pending[0][1].elapsed_time(event), synced)
         for mark, event, synced in pending
         if isinstance(mark, hook.Moment) and (at := mark.at()) is not None
     ]
     marks_line(len(samples), len(pending), errors, report)
-    report.info("mark_cost", f"p50 {quantile(cost, 0.5) * 1e6:.1f} us, p99 {quantile(cost, 0.99) * 1e6:.1f} us")
+    cost_line("mark_cost", cost, report)
+    cost_line("query_cost", queries, report)
     compare(samples, report)
+
+
+def took(call: Callable[[], object]) -> float:
+    """Return the seconds that a call takes."""
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+def cost_line(name: str, seconds: Sequence[float], report: Report) -> None:
+    """Report the cost of one kind of call."""
+    if seconds:
+        report.info(name, f"p50 {quantile(seconds, 0.5) * 1e6:.1f} us, p99 {quantile(seconds, 0.99) * 1e6:.1f} us")
 
 
 def marks_line(found: int, wanted: int, errors: Sequence[str], report: Report) -> None:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -101,15 +102,41 @@ def value(run: Run, name: str, **labels: str) -> float:
 
 
 @contextlib.contextmanager
-def polled(run: Run, every: float = POLL) -> Iterator[list[float]]:
-    """Take snapshots in another thread, as the thread that pushes does. Yield the seconds of each."""
+def sliced(found: list[float]) -> Iterator[None]:
+    """Append the CPU seconds of each part of a `with` block between two pauses of this thread.
+
+    CPU seconds, because the wall's include waits for the interpreter's lock, which the loop's thread then has.
+    """
+    sleep, thread, began = time.sleep, threading.get_ident(), time.thread_time()
+
+    def pause(seconds: float) -> None:
+        nonlocal began
+        if threading.get_ident() != thread:
+            sleep(seconds)
+            return
+        found.append(time.thread_time() - began)
+        sleep(seconds)
+        began = time.thread_time()
+
+    with mock.patch.object(time, "sleep", pause):
+        yield
+    found.append(time.thread_time() - began)
+
+
+@contextlib.contextmanager
+def polled(run: Run, every: float = POLL, slices: list[float] | None = None) -> Iterator[list[float]]:
+    """Take snapshots in another thread, as the thread that pushes does. Yield the seconds of each.
+
+    `slices` gets the CPU seconds of each part of a snapshot without a pause.
+    """
     taken: list[float] = []
     ended = threading.Event()
 
     def poll() -> None:
         while not ended.wait(every):
             began = time.perf_counter()
-            run.snapshot()
+            with contextlib.nullcontext() if slices is None else sliced(slices):
+                run.snapshot()
             taken.append(time.perf_counter() - began)
 
     thread = threading.Thread(target=poll, daemon=True)

@@ -1,4 +1,7 @@
-"""Section `trainers`: tokens that trainers' callbacks count, with padding, accumulation and a short last batch."""
+"""Section `trainers`: tokens that trainers' callbacks count, with padded and with packed samples.
+
+Each training has gradient accumulation and a short last batch.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +32,24 @@ def samples() -> list[dict[str, torch.Tensor]]:
     return answer
 
 
+def packed(some: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Lay samples end to end in one row without padding, as transformers' DataCollatorWithFlattening does."""
+    lengths = [int(sample["attention_mask"].sum()) for sample in some]
+    batch = {
+        name: torch.cat([sample[name][:length] for sample, length in zip(some, lengths, strict=True)])
+        for name in ("input_ids", "labels")
+    }
+    batch["position_ids"] = torch.cat([torch.arange(length) for length in lengths])
+    return {name: row[None] for name, row in batch.items()}
+
+
 def section(device: str, seconds: float, report: Report) -> None:
     """Train one pass over the samples with each trainer that is installed."""
     on = device_of(device)
     os.environ.update(FLOPWATCH_DISABLE="1", HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1")
     if on.type == "cpu":
         os.environ["ACCELERATE_USE_CPU"] = "1"
-    trainers: dict[str, Callable[[torch.device, str], Run]] = {
+    trainers: dict[str, Callable[[torch.device, str, Any], Run]] = {
         "transformers": huggingface,
         "lightning": lightning,
         "accelerate": accelerate,
@@ -46,14 +60,15 @@ def section(device: str, seconds: float, report: Report) -> None:
         except ImportError as error:
             report.info(name, error)
             continue
-        with tempfile.TemporaryDirectory() as folder:
-            try:
-                run = train(on, folder)
-            except Exception as error:
-                report.check(name, False, f"{type(error).__name__}: {error}", "a training")
-                continue
-        errors = value(run, "training_hook_errors_total")
-        compare(name, value(run, "training_tokens_total"), value(run, "training_steps_total"), errors, report)
+        for line, collate in ((name, None), (f"{name}_packed", packed)):
+            with tempfile.TemporaryDirectory() as folder:
+                try:
+                    run = train(on, folder, collate)
+                except Exception as error:
+                    report.check(line, False, f"{type(error).__name__}: {error}", "a training")
+                    continue
+            errors = value(run, "training_hook_errors_total")
+            compare(line, value(run, "training_tokens_total"), value(run, "training_steps_total"), errors, report)
 
 
 def compare(name: str, tokens: float, steps: float, errors: float, report: Report) -> None:
@@ -71,8 +86,8 @@ def newest() -> Run:
     return run
 
 
-def huggingface(device: torch.device, folder: str) -> Run:
-    """Train a small Llama with the Hugging Face Trainer."""
+def huggingface(device: torch.device, folder: str, collate: Any) -> Run:
+    """Train a small Llama with the Hugging Face Trainer. `collate` makes a batch of samples, None stacks them."""
     transformers: Any = importlib.import_module("transformers")
     from flopwatch.training.frameworks.huggingface import FlopwatchCallback
 
@@ -90,7 +105,8 @@ def huggingface(device: torch.device, folder: str) -> Run:
     )
     callback = FlopwatchCallback("card")
     model = transformers.LlamaForCausalLM(config)
-    transformers.Trainer(model=model, args=settings, train_dataset=samples(), callbacks=[callback]).train()
+    given = {"train_dataset": samples(), "data_collator": collate, "callbacks": [callback]}
+    transformers.Trainer(model=model, args=settings, **given).train()
     return newest()
 
 
@@ -107,8 +123,8 @@ class Network(torch.nn.Module):
         return torch.nn.functional.cross_entropy(scores.flatten(0, 1), ids[:, 1:].flatten())
 
 
-def lightning(device: torch.device, folder: str) -> Run:
-    """Train with Lightning."""
+def lightning(device: torch.device, folder: str, collate: Any) -> Run:
+    """Train with Lightning. `collate` is as in `huggingface`."""
     framework: Any = importlib.import_module("lightning.pytorch")
     from flopwatch.training.frameworks.lightning import FlopwatchCallback
 
@@ -137,12 +153,12 @@ def lightning(device: torch.device, folder: str) -> Run:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Model(), loader(samples(), batch_size=BATCH))
+    trainer.fit(Model(), loader(samples(), batch_size=BATCH, collate_fn=collate))
     return newest()
 
 
-def accelerate(device: torch.device, folder: str) -> Run:
-    """Train a loop of Accelerate."""
+def accelerate(device: torch.device, folder: str, collate: Any) -> Run:
+    """Train a loop of Accelerate. `collate` is as in `huggingface`."""
     framework: Any = importlib.import_module("accelerate")
     from flopwatch.training.frameworks.accelerate import watch
 
@@ -150,7 +166,7 @@ def accelerate(device: torch.device, folder: str) -> Run:
     model: Any = Network()
     loader: Any = torch.utils.data.DataLoader
     model, optimizer, batches = accelerator.prepare(
-        model, torch.optim.SGD(model.parameters(), 0.1), loader(samples(), batch_size=BATCH)
+        model, torch.optim.SGD(model.parameters(), 0.1), loader(samples(), batch_size=BATCH, collate_fn=collate)
     )
     run: Run = watch(accelerator, "card")
     for batch in batches:

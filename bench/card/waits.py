@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ SMALL_GROUPS, SMALL_WIDTH, BATCH = 8, 64, 4
 DELAY = 0.005  # seconds of one delay, much longer than the work of a group
 STEPS = 10
 WAIT_SHARE = 0.05
+SLICE_SECONDS = 0.002
 TINY_KERNELS = 200  # before a step, so that the host runs ahead
 
 WAITED, MEASURED = "training_collective_wait_seconds_total", "training_measured_steps_total"
@@ -34,7 +36,8 @@ def pool(device: str, seconds: float, report: Report) -> None:
         run = silent(model=model)
         inputs = torch.randn(128, WIDTH, device=device)
         end, steps = time.monotonic() + seconds, 0
-        with polled(run, PUSH):
+        slices: list[float] = []
+        with polled(run, PUSH, slices):
             while time.monotonic() < end:
                 for _ in range(MICRO_BATCHES):
                     model(inputs).sum().backward()
@@ -43,6 +46,7 @@ def pool(device: str, seconds: float, report: Report) -> None:
             torch.cuda.synchronize()
         missed, measured = value(run, "training_missed_marks_total"), value(run, MEASURED)
         pool_lines(steps, run.recorder.measure_every, missed, measured, report)
+        slice_line(slices, report)
 
 
 def pool_lines(steps: int, every: int, missed: float, measured: float, report: Report) -> None:
@@ -54,6 +58,13 @@ def pool_lines(steps: int, every: int, missed: float, measured: float, report: R
         report.info("measured", f"{measured:.0f} of {steps} steps, too few to judge")
     else:
         report.within("measured", measured / due, MEASURED_SHARE, float("inf"), f" of the steps due, one in {every}")
+
+
+def slice_line(slices: Sequence[float], report: Report) -> None:
+    """Report the longest time in which the thread that pushes computes without a pause."""
+    report.facts["slices"] = list(slices)
+    longest = max(slices) * 1e3 if slices else None
+    report.within("longest_slice", longest, 0, SLICE_SECONDS * 1e3, " ms of the thread that pushes")
 
 
 def section(device: str, seconds: float, report: Report) -> None:

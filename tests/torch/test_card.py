@@ -90,6 +90,14 @@ def test_marks_without_a_time_fail() -> None:
     assert judged(device.marks_line, 8, 9, []) == judged(device.marks_line, 9, 9, ["mark: lost"]) == {"marks": FAIL}
 
 
+def test_the_cost_of_a_call_is_info() -> None:
+    report = Report("x")
+    device.cost_line("query_cost", [device.took(lambda: time.sleep(0.001))] * 9, report)
+    device.cost_line("none", [], report)
+    assert [(line.name, line.status) for line in report.lines] == [("x.query_cost", INFO)]
+    assert float(report.lines[0].measured.split()[1]) >= 1000  # microseconds
+
+
 def test_few_marks_are_info() -> None:
     assert judged(device.compare, marks()[1:5]) == {"error": INFO}
 
@@ -104,6 +112,37 @@ def test_missed_marks_and_steps_that_are_not_measured_fail() -> None:
     assert judged(waits.pool_lines, 42, 4, 0.0, 10.0) == {"missed_marks": PASS, "measured": PASS}
     assert judged(waits.pool_lines, 42, 4, 1.0, 8.0) == {"missed_marks": FAIL, "measured": FAIL}
     assert judged(waits.pool_lines, 3, 4, 0.0, 0.0) == {"missed_marks": PASS, "measured": INFO}
+
+
+def test_a_long_slice_of_the_thread_that_pushes_fails() -> None:
+    assert judged(waits.slice_line, [0.0019, 0.0001]) == {"longest_slice": PASS}
+    assert judged(waits.slice_line, [0.0001, 0.0021]) == {"longest_slice": FAIL}
+    assert judged(waits.slice_line, []) == {"longest_slice": INFO}
+
+
+def compute_for(seconds: float) -> None:
+    """Compute for so many CPU seconds."""
+    began = time.thread_time()
+    while time.thread_time() - began < seconds:
+        pass
+
+
+def test_slices_are_the_computing_between_two_pauses_of_a_snapshot() -> None:
+    slices: list[float] = []
+
+    def poll() -> None:
+        compute_for(0.02)
+        time.sleep(0.1)
+        compute_for(0.05)
+
+    silent = jobs.silent()
+    silent.recorder.poll(poll)
+    with jobs.polled(silent, 0.01, slices) as taken:
+        while not taken:
+            time.sleep(0.2)  # pauses of another thread divide nothing
+    silent.finish()
+    assert len(slices) == 2 * len(taken)
+    assert 0.02 <= slices[0] < 0.05 <= slices[1] < 0.1 <= taken[0]
 
 
 def test_a_wait_that_differs_from_the_delay_fails() -> None:
@@ -173,11 +212,19 @@ def test_another_data_stall_and_other_statistics_fail() -> None:
     assert judged(compute.allocator_line, "ooms", 1.0, 1) == {"ooms": PASS}
 
 
-def test_trainers_count_the_tokens_of_padded_samples(tmp_path: Path) -> None:
+def test_trainers_count_the_tokens_of_padded_and_packed_samples(tmp_path: Path) -> None:
     found = seen_by(__file__, tmp_path)
     assert {name: line["status"] for name, line in found.items()} == dict.fromkeys(
-        ("trainers.transformers", "trainers.lightning", "trainers.accelerate"), PASS
+        (f"trainers.{name}{kind}" for name in ("transformers", "lightning", "accelerate") for kind in ("", "_packed")),
+        PASS,
     ), found
+
+
+def test_packed_samples_have_no_padding_and_positions_of_their_own() -> None:
+    batch = trainers.packed(trainers.samples()[:2])
+    assert {name: list(rows.shape) for name, rows in batch.items()} == {name: [1, 14] for name in batch}
+    assert batch["position_ids"].tolist() == [[*range(5), *range(9)]]
+    assert batch["input_ids"][0, 5:].tolist() == trainers.samples()[1]["input_ids"][:9].tolist()
 
 
 def test_other_tokens_fail() -> None:
