@@ -2,30 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
-from bench.card.jobs import Model, cuda, polled, pushing, require_cuda, value
+from bench.card import identity
+from bench.card.jobs import Model, cuda, polled, pushing, require_cuda, silent, two_ranks_in_name, value, warnings_of
 from bench.card.report import Report
+from flopwatch.training import Run
 
 MODES = ("global", "thread_local", "relaxed")  # cudaStreamCaptureMode
 REPLAYS = 50
 WARM_UP = 3
+DDP_WARM_UP = 11  # https://docs.pytorch.org/docs/stable/notes/cuda.html#usage-with-distributeddataparallel
+COMPILED_STEPS = 30
+UNAVAILABLE, WARNING = "training_collective_wait_unavailable", "the wait for other ranks is not measured"
 LENGTH, BATCH = 64, 4
 
 
 def section(device: str, seconds: float, report: Report) -> None:
-    """Capture in each mode, and compare the loss of replays with that of the eager model."""
+    """Capture in each mode and through PyTorch's wrappers, and compare the losses with those of the eager model."""
     require_cuda(device)
-    for mode in MODES:
+    checks: dict[str, Callable[[Report], None]] = {mode: partial(in_mode, mode) for mode in MODES}
+    checks |= {"make_graphed_callables": graphed, "reduce_overhead": compiled, "waits_end": waits_end}
+    for name, check in checks.items():
         try:
-            eager, replayed, errors = captured(mode)
+            check(report)
         except RuntimeError as error:
-            report.check(mode, False, str(error).partition("\n")[0], "a capture")
-            continue
-        compare(mode, eager, replayed, errors, report)
-    graphed(report)
+            report.check(name, False, str(error).partition("\n")[0], "a capture")
+
+
+def in_mode(mode: str, report: Report) -> None:
+    """Capture in one mode."""
+    eager, replayed, errors = captured(mode)
+    compare(mode, eager, replayed, errors, report)
 
 
 def compare(name: str, eager: float, replayed: float, errors: float, report: Report) -> None:
@@ -41,28 +54,59 @@ def captured(mode: str) -> tuple[float, float, float]:
     tokens = torch.randint(256, (BATCH, LENGTH), device="cuda")
     run = pushing(model=model)
     with polled(run):
-        stream = cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(WARM_UP):
-                model.zero_grad(set_to_none=True)
-                model(tokens).backward()
-                run.step(tokens=1)
-        torch.cuda.current_stream().wait_stream(stream)
         eager = float(model(tokens).item())
-        model.zero_grad(set_to_none=True)
-        graph: Any = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode=mode):
-            loss = model(tokens)
-            loss.backward()
-        for _ in range(REPLAYS):
-            graph.replay()
-            run.step(tokens=1)
-        torch.cuda.synchronize()
-        replayed = float(loss.item())
+        replayed = replays(model, tokens, run, mode, WARM_UP)
     errors = value(run, "training_hook_errors_total")
     run.finish()
     return eager, replayed, errors
+
+
+def replays(model: Any, tokens: torch.Tensor, run: Run, mode: str, warm_up: int) -> float:
+    """Train some steps, capture forward and backward pass, and replay them. Return the last loss."""
+    stream = cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(warm_up):
+            model.zero_grad(set_to_none=True)
+            model(tokens).backward()
+            run.step(tokens=1)
+    torch.cuda.current_stream().wait_stream(stream)
+    model.zero_grad(set_to_none=True)
+    graph: Any = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode=mode):
+        loss = model(tokens)
+        loss.backward()
+    for _ in range(REPLAYS):
+        graph.replay()
+        run.step(tokens=1)
+    torch.cuda.synchronize()
+    return float(loss.item())
+
+
+def compiled(report: Report) -> None:
+    """Train in torch.compile's mode of CUDA graphs, twice without the hook and once with it."""
+    losses = partial(identity.losses, "reduce_overhead", torch.device("cuda"), COMPILED_STEPS)
+    identity.compare("reduce_overhead", losses(False), losses(False), losses(True), report)
+
+
+def waits_end(report: Report) -> None:
+    """Capture a DDP model, in whose replays no wait is seen, so that the hook must report why waits ended."""
+    with two_ranks_in_name(), warnings_of("flopwatch") as logged:
+        model = DistributedDataParallel(Model().cuda())
+        run = silent(model=model)
+        run.recorder.sample(1)
+        tokens = torch.randint(256, (BATCH, LENGTH), device="cuda")
+        with polled(run):
+            replays(model, tokens, run, MODES[0], DDP_WARM_UP)
+        waits_line(value(run, UNAVAILABLE, reason="cuda_graph"), logged, report)
+        run.finish()
+
+
+def waits_line(reason: float, logged: Sequence[str], report: Report) -> None:
+    """Report whether the hook has the reason for which waits ended, and logged one warning about it."""
+    warned = [text for text in logged if WARNING in text]
+    measured = f"reason {'cuda_graph' if reason == 1 else 'unknown'}, {len(warned)} warnings"
+    report.check("waits_end", reason == 1 and len(warned) == 1, measured, "reason cuda_graph, 1 warning")
 
 
 def graphed(report: Report) -> None:

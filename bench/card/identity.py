@@ -14,6 +14,7 @@ from bench.card.report import Report, shortened
 
 STEPS = 200
 KINDS = ("eager", "checkpointing", "accumulation", "amp", "compile")
+COMPILED = {"compile": "default", "reduce_overhead": "reduce-overhead"}  # modes of torch.compile
 ACCUMULATED = 3
 LENGTH, BATCH = 32, 4
 
@@ -50,7 +51,7 @@ def losses(kind: str, device: torch.device, steps: int, hooked: bool) -> Losses:
     model = Model().to(device)
     model.checkpointing = kind == "checkpointing"
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    forward: Callable[[torch.Tensor], Any] = torch.compile(model) if kind == "compile" else model
+    forward: Callable[[torch.Tensor], Any] = torch.compile(model, mode=COMPILED[kind]) if kind in COMPILED else model
     draw = torch.Generator().manual_seed(1)
     run = pushing(model=forward) if hooked else None
     found: list[torch.Tensor] = []
@@ -63,7 +64,7 @@ def losses(kind: str, device: torch.device, steps: int, hooked: bool) -> Losses:
                 loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            found.append(loss.detach())
+            found.append(loss.detach().clone())  # a CUDA graph writes the next loss to the same place
             if run is not None:
                 run.step(tokens=BATCH * LENGTH)
         answer = [float(loss.item()) for loss in found]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -93,6 +94,30 @@ def silent(**arguments: Any) -> Run:
 def pushing(**arguments: Any) -> Run:
     """Return a run whose thread pushes often, to a port where no server listens. Only such a run counts FLOPs."""
     return Run("card", environ={}, endpoint=NO_SERVER, push_interval=PUSH, **arguments)
+
+
+class _Messages(logging.Handler):
+    """Handler that keeps the texts of warnings."""
+
+    def __init__(self, found: list[str]) -> None:
+        super().__init__(logging.WARNING)
+        self.found = found
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep a text."""
+        self.found.append(record.getMessage())
+
+
+@contextlib.contextmanager
+def warnings_of(name: str) -> Iterator[list[str]]:
+    """Yield the texts of the warnings that a logger logs during a `with` block."""
+    found: list[str] = []
+    handler, logger = _Messages(found), logging.getLogger(name)
+    logger.addHandler(handler)
+    try:
+        yield found
+    finally:
+        logger.removeHandler(handler)
 
 
 def value(run: Run, name: str, **labels: str) -> float:

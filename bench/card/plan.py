@@ -41,7 +41,7 @@ SECTIONS: tuple[Section, ...] = (
     Section("pool", "bench.card.waits:pool", TORCH, 25, 90),
     Section("wait", "bench.card.waits:section", TORCH, 15, 80),
     Section("ranks", "bench.card.ranks:section", TORCH, 10, 80),
-    Section("graph", "bench.card.graphs:section", TORCH, 10, 80),
+    Section("graph", "bench.card.graphs:section", TORCH, 20, 120),
     Section("identity", "bench.card.identity:section", TORCH, 20, 90),
     Section("flops", "bench.card.compute:flops", TORCH, 10, 60),
     Section("peak", "bench.card.compute:peak", TORCH, 10, 60),

@@ -20,6 +20,7 @@ from bench.card.device import Sample
 from bench.card.machine import COPY, HOLD, MATMUL, Gpu, Machine
 from bench.card.plan import SECTIONS
 from bench.card.report import FAIL, INFO, PASS, Line, Report, Unavailable, run
+from flopwatch.training.torch import waits as hook_waits
 from tests.support import ROOT
 from tests.support.loops import seen_by
 
@@ -174,6 +175,90 @@ def test_the_rank_that_sleeps_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_replays_with_another_loss_and_errors_of_the_hook_fail() -> None:
     assert judged(graphs.compare, "global", 1.5, 1.5, 0.0) == {"global": PASS, "global_errors": PASS}
     assert judged(graphs.compare, "global", 1.5, 1.6, 2.0) == {"global": FAIL, "global_errors": FAIL}
+
+
+def test_a_capture_that_is_refused_fails_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nCompile with TORCH_USE")
+
+    monkeypatch.setattr(graphs, "require_cuda", lambda device: None)
+    monkeypatch.setattr(graphs, "captured", lambda mode: refused() if mode == "global" else (1.5, 1.5, 0.0))
+    for name in ("graphed", "compiled", "waits_end"):
+        monkeypatch.setattr(graphs, name, refused)
+    found = {line.name.removeprefix("x."): line for line in lines(graphs.section)}
+    refusals = {"global", "make_graphed_callables", "reduce_overhead", "waits_end"}
+    assert {name for name, line in found.items() if line.status == FAIL} == refusals
+    assert {found[name].measured for name in refusals} == {
+        "CUDA error: operation not permitted when stream is capturing"
+    }
+    assert found["relaxed"].status == found["thread_local"].status == PASS
+
+
+def test_waits_that_end_without_their_reason_or_its_warning_fail() -> None:
+    warning = "the wait for other ranks is not measured: the model was captured into a CUDA graph"
+    assert judged(graphs.waits_line, 1.0, [warning, "other"]) == {"waits_end": PASS}
+    assert judged(graphs.waits_line, 1.0, ["other"]) == judged(graphs.waits_line, 0.0, [warning]) == {"waits_end": FAIL}
+
+
+class Capture:
+    """Replacement of a CUDA graph and of a stream on the CPU, in whose replays nothing runs."""
+
+    capturing = False
+
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
+
+    def __enter__(self) -> None:
+        Capture.capturing = True
+
+    def __exit__(self, *_: object) -> None:
+        Capture.capturing = False
+
+    def replay(self) -> None:
+        pass
+
+    def wait_stream(self, other: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("reason", "status"), [("cuda_graph", PASS), ("another", FAIL)])
+def test_the_waits_of_a_captured_model_end_with_their_reason(
+    monkeypatch: pytest.MonkeyPatch, reason: str, status: str
+) -> None:
+    def watch_host(recorder: Any, model: torch.nn.Module) -> None:
+        watched = hook_waits.Watch(recorder)
+        model.register_forward_hook(lambda *_: watched.ends(watched.begins()))
+        recorder.poll(watched.check)
+
+    for name in ("CUDAGraph", "graph", "Stream"):
+        monkeypatch.setattr(torch.cuda, name, Capture)
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "current_stream", Capture)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(hook_waits, "_captures", lambda: reason == "cuda_graph" and Capture.capturing)
+    model = jobs.Model().to(jobs.device_of("cpu"))
+    run = jobs.silent()
+    run.recorder.sample(1)
+    watch_host(run.recorder, model)
+    with jobs.warnings_of("flopwatch") as logged:
+        graphs.replays(model, torch.randint(256, (4, 8)), run, "global", graphs.DDP_WARM_UP)
+        found = judged(graphs.waits_line, jobs.value(run, graphs.UNAVAILABLE, reason="cuda_graph"), logged)
+    assert found == {"waits_end": status}
+    run.finish()
+
+
+def test_losses_of_compiled_models_are_those_of_the_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes: list[str] = []
+
+    def compiled(model: torch.nn.Module, mode: str) -> torch.nn.Module:
+        modes.append(mode)
+        return model
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    report = Report("x")
+    identity.section("cpu", 0.0, report, 2, ("compile", "reduce_overhead"))
+    assert [(line.name, line.status) for line in report.lines] == [("x.compile", PASS), ("x.reduce_overhead", PASS)]
+    assert modes == ["default"] * 3 + ["reduce-overhead"] * 3
 
 
 def test_losses_are_the_same_with_the_hook() -> None:
