@@ -10,7 +10,18 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from bench.card import identity
-from bench.card.jobs import Model, cuda, polled, pushing, require_cuda, silent, two_ranks_in_name, value, warnings_of
+from bench.card.jobs import (
+    Model,
+    comm_hook,
+    cuda,
+    polled,
+    pushing,
+    require_cuda,
+    silent,
+    two_ranks_in_name,
+    value,
+    warnings_of,
+)
 from bench.card.report import Report
 from flopwatch.training import Run
 
@@ -92,7 +103,7 @@ def compiled(report: Report) -> None:
 def waits_end(report: Report) -> None:
     """Capture a DDP model, in whose replays no wait is seen, so that the hook must report why waits ended."""
     with two_ranks_in_name(), warnings_of("flopwatch") as logged:
-        model = DistributedDataParallel(Model().cuda())
+        model = replicated(torch.device("cuda"))
         run = silent(model=model)
         run.recorder.sample(1)
         tokens = torch.randint(256, (BATCH, LENGTH), device="cuda")
@@ -100,6 +111,21 @@ def waits_end(report: Report) -> None:
             replays(model, tokens, run, MODES[0], DDP_WARM_UP)
         waits_line(value(run, UNAVAILABLE, reason="cuda_graph"), logged, report)
         run.finish()
+
+
+def replicated(device: torch.device) -> Any:
+    """Return a DDP model that keeps its own gradients, because a group without peers reduces none."""
+
+    @comm_hook
+    def unreduced(_: None, bucket: Any) -> Any:
+        buffer = bucket.buffer()
+        future: Any = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else [])
+        future.set_result(buffer)
+        return future
+
+    model: Any = DistributedDataParallel(Model().to(device))
+    model.register_comm_hook(None, unreduced)
+    return model
 
 
 def waits_line(reason: float, logged: Sequence[str], report: Report) -> None:

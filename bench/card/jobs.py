@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 import torch
@@ -231,6 +231,15 @@ class Delays:
         finally:
             for name, original in originals.items():
                 setattr(dist, name, original)
+
+
+Hook = TypeVar("Hook", bound=Callable[..., Any])
+
+
+def comm_hook(hook: Hook) -> Hook:
+    """Remove the annotations of a communication hook. DDP refuses them as texts, which they are in these modules."""
+    hook.__annotations__ = {}
+    return hook
 
 
 def sharded(groups: int, width: int, device: torch.device) -> nn.Module:

@@ -10,7 +10,18 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from bench.card.device import GROUPS, WIDTH
-from bench.card.jobs import Delays, cuda, cycles_of, polled, require_cuda, sharded, silent, two_ranks_in_name, value
+from bench.card.jobs import (
+    Delays,
+    comm_hook,
+    cuda,
+    cycles_of,
+    polled,
+    require_cuda,
+    sharded,
+    silent,
+    two_ranks_in_name,
+    value,
+)
 from bench.card.report import Report
 from flopwatch.training import Run
 
@@ -87,6 +98,7 @@ def section(device: str, seconds: float, report: Report) -> None:
 def _delayed_hook(delays: Delays) -> Any:
     """Return a communication hook of DDP that delays each bucket on a stream and changes no gradient."""
 
+    @comm_hook
     def hook(stream: Any, bucket: Any) -> Any:
         buffer = bucket.buffer()
         future: Any = torch.futures.Future(devices=[buffer.device])
