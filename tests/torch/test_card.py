@@ -20,6 +20,8 @@ from bench.card.device import Sample
 from bench.card.machine import COPY, HOLD, MATMUL, Gpu, Machine
 from bench.card.plan import SECTIONS
 from bench.card.report import FAIL, INFO, PASS, Line, Report, Unavailable, run
+from bench.card.simulated import SimulatedMachine
+from flopwatch.training.torch import peak
 from flopwatch.training.torch import waits as hook_waits
 from tests.support import ROOT
 from tests.support.loops import seen_by
@@ -200,6 +202,20 @@ def test_waits_that_end_without_their_reason_or_its_warning_fail() -> None:
     assert judged(graphs.waits_line, 1.0, ["other"]) == judged(graphs.waits_line, 0.0, [warning]) == {"waits_end": FAIL}
 
 
+def test_ddp_accepts_the_hook_that_delays_its_gradients() -> None:
+    with jobs.two_ranks_in_name():
+        model: Any = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+        model.register_comm_hook(None, waits._delayed_hook(jobs.Delays(0, HostEvent)))
+
+
+def test_a_replicated_model_trains_without_peers() -> None:
+    with jobs.two_ranks_in_name():
+        model = graphs.replicated(jobs.device_of("cpu"))
+        for _ in range(2):
+            model(torch.randint(256, (4, 8))).backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+
+
 class Capture:
     """Replacement of a CUDA graph and of a stream on the CPU, in whose replays nothing runs."""
 
@@ -275,8 +291,29 @@ def test_losses_that_differ_fail_unless_two_plain_trainings_do() -> None:
 
 
 def test_counted_flops_are_those_of_the_formula() -> None:
-    found = {line.name: line.status for line in lines(compute.flops)}
-    assert found == {"x.counted": PASS, "x.hook": PASS, "x.torch": PASS}
+    found = {line.name: line.status for line in lines(compute.flops, 1.0)}
+    assert found == {"x.counted": PASS, "x.hook": PASS, "x.torch": PASS, "x.rate": INFO, "x.mfu": PASS}
+
+
+def test_another_mfu_than_by_hand_and_none_fail() -> None:
+    assert judged(compute.mfu_line, 0.407, 0.4) == {"mfu": PASS}
+    assert judged(compute.mfu_line, 0.409, 0.4) == judged(compute.mfu_line, None, 0.4) == {"mfu": FAIL}
+
+
+def test_a_sweep_without_fast_accumulation_multiplies_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    fast: list[bool] = []
+    monkeypatch.setattr(torch, "_scaled_mm", lambda *_, use_fast_accum, **__: fast.append(use_fast_accum))
+    multiply = peak._multiplication("fp8", (16, 16, 16), torch.device("cpu"))
+    multiply()
+    with compute.exact_accumulation():
+        multiply()
+    multiply()
+    assert fast == [True, False, True]
+
+
+def test_an_exact_accumulation_that_is_faster_than_the_fast_one_fails() -> None:
+    assert judged(compute.accumulation_line, 1.4e15, 1.0e15) == {"fp8_exact": PASS}
+    assert judged(compute.accumulation_line, 1.4e15, 1.5e15) == {"fp8_exact": FAIL}
 
 
 def test_other_flops_and_other_peaks_fail() -> None:
@@ -288,7 +325,24 @@ def test_other_flops_and_other_peaks_fail() -> None:
 
 
 def test_a_loader_that_sleeps_is_data_stall() -> None:
-    assert [line.status for line in lines(compute.stall, 2.0)] == [PASS]
+    assert [line.status for line in lines(compute.stall, 4.0)] == [PASS]
+
+
+def test_active_sms_agree_with_the_data_stall_of_a_loop(tmp_path: Path) -> None:
+    machine = SimulatedMachine(tmp_path / "node")
+
+    def train() -> compute.Stalled:
+        for load in (0.0, 1.0):
+            machine.node.load(0, load)
+            machine.sleep(2.0)
+        return 1.5, [0.5], 4.0
+
+    active, stalled = compute.sm_active(machine, machine.gpus()[0], train)
+    assert stalled == (1.5, [0.5], 4.0)
+    assert judged(compute.activity_line, active, 0.5) == {"sm_active": PASS}
+    assert judged(compute.activity_line, active, 0.3) == judged(compute.activity_line, active, 0.7)
+    assert judged(compute.activity_line, active, 0.7) == {"sm_active": FAIL}
+    assert judged(compute.activity_line, None, 0.5) == {"sm_active": INFO}
 
 
 def test_another_data_stall_and_other_statistics_fail() -> None:
