@@ -49,6 +49,15 @@ def forget_accelerators() -> None:
         state._reset_state()
 
 
+def accelerator(patch: pytest.MonkeyPatch, precision: str) -> Any:
+    """Return an Accelerator with this mixed precision. For fp8 a library counts as installed until it is needed."""
+    module: Any = importlib.import_module("accelerate")
+    patch.setattr("accelerate.state.is_fp8_available", lambda: True)
+    patch.setattr("accelerate.utils.dataclasses.is_transformer_engine_available", lambda: True)
+    recipes = [module.utils.TERecipeKwargs()] if precision == "fp8" else []
+    return module.Accelerator(mixed_precision=precision, kwargs_handlers=recipes)
+
+
 def ulysses(patch: pytest.MonkeyPatch, ranks: int = 2) -> None:
     """Let DeepSpeed's groups answer as if Ulysses split sequences among ranks."""
     groups = SimpleNamespace(_get_sequence_parallel_world_size=lambda: ranks)

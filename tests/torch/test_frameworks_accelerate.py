@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from flopwatch.catalogue import BY_NAME
-from tests.support.frameworks import BROKEN, Clock, break_callback, forget_accelerators, ulysses
+from tests.support.frameworks import BROKEN, Clock, accelerator, break_callback, forget_accelerators, ulysses
 from tests.support.hook_server import HookServer, Push
 
 pytestmark = pytest.mark.torch
@@ -133,6 +133,19 @@ def test_steps_tokens_samples_and_loss_are_those_trained(dispatch: bool) -> None
     (info,) = (sample for sample in last.samples if sample.startswith("training_run_info"))
     assert "step_source=trainer" in info
     assert "dtype=fp32" in info
+
+
+@pytest.mark.parametrize(("precision", "expected"), [("no", "fp32"), ("bf16", "bf16"), ("fp8", "fp8")])
+def test_the_precision_of_an_accelerator_is_the_dtype_of_the_run(
+    monkeypatch: pytest.MonkeyPatch, precision: str, expected: str
+) -> None:
+    from flopwatch.training.frameworks import common
+    from flopwatch.training.frameworks.accelerate import _facts
+
+    assert common.accelerate_precision() == ""
+    prepared = accelerator(monkeypatch, precision)
+    assert common.accelerate_precision() == precision
+    assert _facts(prepared)["dtype"] == expected
 
 
 def test_batches_that_ulysses_splits_among_ranks_are_not_a_ranks_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

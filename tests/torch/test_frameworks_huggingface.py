@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from flopwatch.catalogue import BY_NAME
-from tests.support.frameworks import BROKEN, Clock, break_callback, ulysses
+from tests.support.frameworks import BROKEN, Clock, accelerator, break_callback, forget_accelerators, ulysses
 from tests.support.hook_server import HookServer, Push
 
 pytestmark = pytest.mark.torch
@@ -124,6 +124,28 @@ def test_steps_tokens_samples_loss_and_flops_are_those_trained(tmp_path: Path) -
     (info,) = (sample for sample in last.samples if sample.startswith("training_run_info"))
     for label in ("step_source=trainer", "flops_source=config", "convention=causal", "dtype=fp32"):
         assert label in info
+
+
+@pytest.mark.parametrize(
+    ("bf16", "accelerates", "expected"),
+    [(True, "fp8", "fp8"), (True, "bf16", "bf16"), (True, None, "bf16"), (False, "fp8", "fp8"), (False, "no", "fp32")],
+)
+def test_fp8_of_accelerate_is_the_dtype_whatever_the_arguments_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bf16: bool, accelerates: str | None, expected: str
+) -> None:
+    import transformers
+
+    forget_accelerators()
+    args = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[], bf16=bf16)
+    assert args.device.type == "cpu"  # sets up accelerate's state of the process
+    if accelerates is not None:
+        accelerator(monkeypatch, accelerates)
+    reporter = callback(None, environ={"FLOPWATCH_DISABLE": "1"})
+    reporter.on_train_begin(args, transformers.TrainerState(), transformers.TrainerControl(), model=model())
+    forget_accelerators()
+    ((labels, _),) = reporter.run.snapshot().points[BY_NAME["training_run_info"]]
+    assert labels["dtype"] == expected
+    assert reporter.run.recorder.errors == 0
 
 
 @pytest.mark.parametrize("seen", ["no", "all"])
