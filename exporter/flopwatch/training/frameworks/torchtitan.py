@@ -1,7 +1,7 @@
 """Logging handler that records torchtitan's events. TITAN_STRUCT_LOGGER_HANDLERS enables it (docs/frameworks.md).
 
 Events do not contain the trainer, so it is looked up among the callers of the event `training_start`. If it is not
-found, FLOPs, parallel degrees, loss and checkpoints are absent. Written for the main branch at b5bcd76, not tried:
+found, FLOPs, parallel degrees, loss and checkpoints are absent. It needs torchtitan 0.3.0, whose code was not run here:
 https://github.com/pytorch/torchtitan/blob/main/torchtitan/observability/structured_logger/README.md
 """
 
