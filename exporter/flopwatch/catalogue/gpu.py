@@ -50,8 +50,8 @@ GPU_SM_OCCUPANCY_SECONDS_TOTAL = counter("gpu_sm_occupancy_seconds_total", "Resi
 GPU_TENSOR_ACTIVE_SECONDS_TOTAL = counter("gpu_tensor_active_seconds_total", "Time in which a tensor core issued "
     "instructions, mean over the GPU's tensor cores.", GPU, "GPM metric 5, DCGM field 1004")
 GPU_PIPE_ACTIVE_SECONDS_TOTAL = counter("gpu_pipe_active_seconds_total", "Time in which one kind of pipe issued "
-    "instructions: integer, fp64, fp32, fp16, tensor_dmma, tensor_hmma, tensor_imma. Absent for pipes that were never "
-    "in use.", (*GPU, "pipe"), "GPM metrics 4, 7-9, 11-13; DCGM fields 1006-1008, 1013-1016")
+    "instructions: integer, fp64, fp32, fp16, tensor_hmma, tensor_imma, and tensor_dmma (GPM) or tensor_dfma (DCGM). "
+    "Absent for pipes never used.", (*GPU, "pipe"), "GPM metrics 4, 7-9, 11-13; DCGM fields 1006-1008, 1013-1016")
 GPU_DRAM_ACTIVE_SECONDS_TOTAL = counter("gpu_dram_active_seconds_total", "Share of the device memory's bandwidth in "
     "use, integrated over time: seconds at full bandwidth.", GPU, "GPM metric 10, DCGM field 1005")
 GPU_PROCESSES = gauge("gpu_processes",

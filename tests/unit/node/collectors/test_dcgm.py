@@ -108,6 +108,7 @@ value 1 1 575 i 0
 value 1 1 1004 d 0.5
 value 1 1 1001 d 0.9
 value 1 1 1007 d 0.25
+value 1 1 1015 d 0.125
 value 1 1 1009 i 2000000
 value 1 1 1011 i 1024
 value 3 0 858 i 55
@@ -141,6 +142,7 @@ value 7 0 1133 d 900
         "gpu_tensor_active_seconds_total{0,GPU-a}": 5,
         "gpu_graphics_active_seconds_total{0,GPU-a}": 9,
         "gpu_pipe_active_seconds_total{0,GPU-a,fp32}": 2.5,
+        "gpu_pipe_active_seconds_total{0,GPU-a,tensor_dfma}": 1.25,
         "gpu_pcie_transmit_bytes_total{0,GPU-a}": 20_000_000,
         "nvlink_transmit_raw_bytes_total{0,GPU-a}": 10_240,
         "nvlink_switch_temperature_celsius{0000:05:00.0}": 55,

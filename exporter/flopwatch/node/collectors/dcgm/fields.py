@@ -30,7 +30,7 @@ SWITCH_PCI = (866, 867, 868, 869)  # domain, bus, device, function
 GPU_STATE = (DcgmField(153, m.GPU_TEMPERATURE_MARGIN_CELSIUS),)
 
 # fmt: off
-PIPES = {1007: "fp32", 1008: "fp16", 1006: "fp64", 1014: "tensor_hmma", 1013: "tensor_imma", 1015: "tensor_dmma",
+PIPES = {1007: "fp32", 1008: "fp16", 1006: "fp64", 1014: "tensor_hmma", 1013: "tensor_imma", 1015: "tensor_dfma",
          1016: "integer"}
 # fmt: on
 PROFILING = (  # the most informative first, because some hardware cannot count all of them together
