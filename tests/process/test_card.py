@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
@@ -129,20 +130,21 @@ def test_a_reader_that_does_not_end_or_whose_device_files_stay_open_fails(
     monkeypatch.setattr(collect, "RESTART_SECONDS", 60.0)  # other tests run at the same time
     device = tmp_path / "dev" / "nvidia0"
     device.parent.mkdir()
-    held: list[Any] = []
+    held: list[int] = []
     release = Reader.release
 
     def released(reader: Reader) -> bool:
         if held:  # at its end, the section releases again
             return release(reader)
-        held.append(device.open("w"))
+        with device.open("w") as file:  # a number above that of the folder of files, which closes meanwhile
+            held.append(fcntl.fcntl(file, fcntl.F_DUPFD, 200))
         return not release(reader)
 
     monkeypatch.setattr(Reader, "release", released)
     machine = SimulatedMachine(tmp_path / "node")
     report = Report("x")
     run(collect.release, report, machine, machine.gpus(), 0.1)
-    held[0].close()
+    os.close(held[0])
     failed = {line.name: line.measured for line in report.lines if line.status == FAIL}
     assert failed == {"x.release": "0 device files, process still runs", "x.device_files": f"open in {os.getpid()}"}
 

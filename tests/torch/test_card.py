@@ -17,7 +17,7 @@ import torch
 
 from bench.card import compute, device, graphs, identity, jobs, ranks, trainers, waits
 from bench.card.device import Sample
-from bench.card.machine import COPY, HOLD, MATMUL, Gpu, Machine
+from bench.card.machine import COPY, DEVICE_COPY, HOLD, MATMUL, Gpu, Machine
 from bench.card.plan import SECTIONS
 from bench.card.report import FAIL, INFO, PASS, Line, Report, Unavailable, run
 from bench.card.simulated import SimulatedMachine
@@ -378,7 +378,7 @@ GPU = Gpu(0, None, "GPU-0", "")
 
 def test_work_in_a_process_is_counted() -> None:
     machine = Machine(pynvml, work_flags=("--cpu",))
-    for kind in (COPY, HOLD, MATMUL):
+    for kind in (COPY, DEVICE_COPY, HOLD, MATMUL):
         with machine.work(kind, GPU) as work:
             time.sleep(0.2)
         assert work.units > 0
