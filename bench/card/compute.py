@@ -87,7 +87,7 @@ def mfu(
     given = {} if peak_flops is None else {"peak_flops": peak_flops}
     run = pushing(model=model, **given)
     settle = torch.cuda.synchronize if tokens.is_cuda else bool
-    for _ in range(3):  # the first step is startup, and the second counts the model's FLOPs once
+    for _ in range(3):  # the first step is startup, in which FLOPs are counted and kernels are chosen
         model(tokens).backward()
         run.step(tokens=1)
     settle()

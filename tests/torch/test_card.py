@@ -142,7 +142,7 @@ def test_slices_are_the_computing_between_two_pauses_of_a_snapshot() -> None:
     silent.recorder.poll(poll)
     with jobs.polled(silent, 0.01, slices) as taken:
         while not taken:
-            time.sleep(0.2)  # pauses of another thread divide nothing
+            time.sleep(0.01)  # pauses of another thread divide nothing
     silent.finish()
     assert len(slices) == 2 * len(taken)
     assert 0.02 <= slices[0] < 0.05 <= slices[1] < 0.1 <= taken[0]
