@@ -29,7 +29,7 @@ from flopwatch.training.totals import DURATION_BOUNDS
 from tests.support import TESTS
 from tests.support.hook import _PID, Clock, seconds, silent, value
 from tests.support.hook_server import HookServer, Push
-from tests.support.machine import PATIENCE, reserved_port, shortest
+from tests.support.machine import PATIENCE, reserved_port, shortest, until
 
 CAPTURE = TESTS / "captures" / "otlp" / "hook_0.2.0.bin"
 
@@ -825,6 +825,31 @@ def test_an_exporter_that_is_late_dies_and_comes_back_gets_everything() -> None:
             last = server.last_word().samples
         assert last["training_tokens_total"] == 3
         assert last["training_hook_errors_total"] == 0  # an absent exporter is no error
+
+
+def test_no_counter_falls_if_the_run_finishes_while_a_push_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    with HookServer() as server:
+        run = Run("llama", endpoint=server.url, push_interval=0.1, environ={})
+        server.wait_for(lambda push: push.resource["flopwatch.run"] == "llama")
+        take, preparing = run._snapshots.take, threading.Event()
+        pushing = run._pusher
+        assert pushing is not None
+
+        def overtaken(*, last: bool = False) -> Any:
+            if not last:
+                preparing.set()
+                until(lambda: pushing._stopping)
+                time.sleep(0.1)
+            return take(last=last)
+
+        monkeypatch.setattr(run._snapshots, "take", overtaken)
+        assert preparing.wait(PATIENCE)
+        run.finish()
+        server.last_word()
+        name = "training_activity_seconds_total"
+        totals = [sum(n for sample, n in push.samples.items() if sample.startswith(name)) for push in server.pushes]
+    assert len(totals) >= 2
+    assert totals == sorted(totals)
 
 
 def test_a_newer_run_in_the_same_process_takes_over() -> None:

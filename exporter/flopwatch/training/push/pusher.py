@@ -35,11 +35,8 @@ class Pusher:
         finish: Callable[[str], None],
         failed: Callable[[Exception], None],
     ) -> None:
-        self._wire = wire
-        self._interval = interval
-        self._snapshot = snapshot
-        self._finish = finish
-        self._failed = failed
+        self._wire, self._interval = wire, interval
+        self._snapshot, self._finish, self._failed = snapshot, finish, failed
         self._last: Snapshot | None = None
         self._stopping = False
         self._stop_deadline = math.inf
@@ -90,7 +87,10 @@ class Pusher:
             if stopping:
                 deadline = min(deadline, time.monotonic() + LAST_PUSH)
             try:
-                self._wire.send(self._wire.encode(self._snapshot() if last is None else last))
+                snapshot = self._snapshot() if last is None else last
+                if self._stopping and not stopping:
+                    continue  # stop() has an earlier snapshot, whose counters may be lower
+                self._wire.send(self._wire.encode(snapshot))
                 if not delivered:
                     log.warning("pushing to %s works again; nothing counted was lost", self._wire.url)
                 delivered = known = True
