@@ -206,6 +206,7 @@ ROUTINGS: dict[str, tuple[Json, list[str]]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_amtool_finds_the_receivers_of_every_alert_in_both_forms(
     servers: Servers, tmp_path: Path, routing: str

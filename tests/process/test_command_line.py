@@ -233,6 +233,7 @@ def test_a_missing_nvml_library_is_logged_once_and_the_rest_is_served(tmp_path: 
         assert sum("source=nvml state='not supported" in line for line in node.log.splitlines()) == 1, node.log
 
 
+@pytest.mark.long
 def test_no_infiniband_count_falls_over_real_restarts_clears_and_boots(tmp_path: Path) -> None:
     SimulatedNode(tmp_path).create()
     series = "infiniband_receive_errors_total{device=mlx5_0,port=1}"

@@ -102,6 +102,7 @@ def record(node: Exporter) -> dict[str, Any]:
     return shown
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("order", "how"), [("second", "completed"), ("first", "completed"), ("second", "killed")])
 def test_two_hooks_of_one_name_both_go_on_until_the_last_one_ends(tmp_path: Path, order: str, how: str) -> None:
     with exporter(tmp_path / "state", "--ledger", "embedded") as node, jobs(node, tmp_path) as (first, second):

@@ -361,6 +361,7 @@ def by_hand(node: Exporter, state: Path) -> None:
     (state / "release").write_text("10m\n")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("release", [by_command, by_signal, by_hand])
 def test_a_released_driver_has_no_handle_and_its_gap_is_marked(
     release: Callable[[Exporter, Path], None], tmp_path: Path

@@ -58,6 +58,7 @@ def held(port: int, source: str, request: bytes) -> Iterator[list[int]]:
         ready.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("source", "request_sent"), [("127.0.0.1", b""), ("127.0.0.2", b"GET /metrics HTTP/1.1\r\nHost: ")]
 )

@@ -250,6 +250,7 @@ def process(*command: str | Path, log: Path, **environ: str) -> Iterator[subproc
         running.wait(PATIENCE)
 
 
+@pytest.mark.long
 def test_the_services_of_the_compose_file_work_together_here(tmp_path: Path) -> None:
     """Run their own commands and files, with local ports in place of names, and folders in place of volumes."""
     with ExitStack() as stack:
@@ -479,6 +480,7 @@ def test_the_builder_is_sent_what_it_copies_and_little_else() -> None:
     assert [source for source in sources if not (ROOT / source).exists()] == []
 
 
+@pytest.mark.long
 def test_a_wheel_made_as_in_the_image_stands_without_the_checkout(tmp_path: Path) -> None:
     source, wheels, target = tmp_path / "src", tmp_path / "wheels", tmp_path / "installed"
     for some, to in copied("wheels"):

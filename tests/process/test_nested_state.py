@@ -24,6 +24,7 @@ def nested(depth: int) -> str:
     return '{"a":' + "[" * depth + "]" * depth + "}"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_every_state_file_of_an_exporter_is_set_aside_and_all_is_served(tmp_path: Path, depth: int) -> None:
     state = tmp_path / "state"

@@ -174,6 +174,7 @@ def judgements(
         pool.shutdown(cancel_futures=True)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_while_an_alert_fires_the_boards_of_its_object_name_it_and_show_the_object_as_not_well(
     name: str, judgements: dict[str, Future[subprocess.CompletedProcess[str]]]

@@ -108,6 +108,7 @@ def test_loading_before_the_first_step_is_restoring(seen: dict[str, Seen]) -> No
 # Under `flopwatch run`, by two ranks and then by one.
 
 
+@pytest.mark.long
 def test_a_run_resumed_by_fewer_ranks_goes_on_where_it_was(tmp_path: Path) -> None:
     with HookServer() as server:
         first = ranks(2, server, tmp_path, 4)

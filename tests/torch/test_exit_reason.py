@@ -88,6 +88,7 @@ before = sys.excepthook
     assert push.resource["flopwatch.ended_by"] == "KeyError"
 
 
+@pytest.mark.long
 @pytest.mark.torch
 @pytest.mark.parametrize(
     ("how", "by"), [("exit", "SystemExit 3"), ("raise", "ValueError"), ("interrupt", "KeyboardInterrupt")]

@@ -508,6 +508,7 @@ def fresh_dynamo() -> Iterator[None]:
     counters.clear()
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # PyTorch's own
 @pytest.mark.parametrize(

@@ -155,6 +155,7 @@ def test_the_slow_rank_waits_least(history: History) -> None:
     assert waited[0] / steps[0] - waited[1] / steps[1] == pytest.approx(1 / 3, abs=0.15)
 
 
+@pytest.mark.long
 def test_one_process_trains_without_torchrun_and_without_an_exporter(tmp_path: Path) -> None:
     no_exporter = "http://127.0.0.1:9"
     train(tmp_path, no_exporter, "--steps", "4")

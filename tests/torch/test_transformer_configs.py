@@ -191,6 +191,7 @@ def test_a_small_model_of_every_family_is_run() -> None:
     assert {fields["model_type"] for fields in TINY} == {*FAMILIES} - {"kimi_k2"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fields", TINY, ids=lambda fields: fields["model_type"])
 def test_pytorch_counts_the_same_when_the_model_runs(fields: dict[str, Any]) -> None:
     import torch

@@ -348,7 +348,7 @@ def test_a_process_of_another_pid_namespace_is_info(machine: Machine) -> None:
 
 def test_a_memory_that_differs_fails(machine: Machine) -> None:
     process = pynvml.nvmlFriendlyObject({"pid": 4711, "usedGpuMemory": 1 << 30})
-    wrong = pynvml.c_nvmlMemory_v2_t(used=1, reserved=1)
+    wrong = pynvml.c_nvmlMemory_v2_t(total=80 << 30, used=1, reserved=1)
     altered = Altered(
         machine.node.root,
         nvmlDeviceGetComputeRunningProcesses_v3=lambda handle: [process],

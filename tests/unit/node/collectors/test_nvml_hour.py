@@ -219,6 +219,7 @@ def run(hour: Hour, seconds: float) -> int:
     return scrapes
 
 
+@pytest.mark.long
 def test_eight_minutes_of_lies_cost_no_wrong_value(tmp_path: Path) -> None:
     assert run(Hour(tmp_path, 1), 480) > 25
 
