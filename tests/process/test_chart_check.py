@@ -211,6 +211,7 @@ def wait_for_failure(capsys: pytest.CaptureFixture[str], flags: list[str], text:
     assert last.splitlines()[-1].startswith("failed: ")
 
 
+@pytest.mark.long
 def test_each_missing_part_is_named_until_nothing_is_missing(
     cluster: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> None:

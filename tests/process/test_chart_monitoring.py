@@ -423,6 +423,7 @@ def helm3() -> str:
     return str(program)
 
 
+@pytest.mark.long
 @each_variant
 def test_helm_3_lints_the_chart_and_makes_what_helm_4_does(helm3: str, variant: str, tmp_path: Path) -> None:
     (tmp_path / "values.yaml").write_text(json.dumps(VARIANTS[variant]))

@@ -238,6 +238,7 @@ def test_two_looks_are_taken_when_asked_for(tmp_path: Path) -> None:
         assert (status, output[:50]) == (1, "DEGRADED - port mlx5_3/1 counts symbol errors (2 i")
 
 
+@pytest.mark.long
 def test_an_exporter_that_cannot_be_read_is_unknown_and_never_bad(tmp_path: Path) -> None:
     (tmp_path / "broken.json").write_text('{"gpus": ')
     with (

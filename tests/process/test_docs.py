@@ -246,6 +246,7 @@ def own_loopback() -> bool:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "page",
     [page for page in PAGES if any(isinstance(what, Ran) for what in BLOCKS.get(page.name, {}).values())],

@@ -432,6 +432,7 @@ def limit_files(node: Exporter, size: int) -> None:
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, hard))
 
 
+@pytest.mark.long
 def test_a_full_disk_costs_only_what_would_be_kept_on_it(tmp_path: Path) -> None:
     state = tmp_path / "state"
     xid = f"gpu_xid_errors_total{{gpu=3,uuid={SimulatedNode.uuid(3)},xid=94}}"

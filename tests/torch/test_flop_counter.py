@@ -625,6 +625,7 @@ def train_sharded(kind: str, run: Run | None) -> list[float]:
     return values
 
 
+@pytest.mark.long
 def test_ranks_that_share_a_model_train_as_without_and_count_their_share() -> None:
     for rank in answers(__file__, world_size=2):
         for kind, (losses, plain, flops_of_rank) in rank.items():

@@ -244,7 +244,14 @@ def instrumented(script: str) -> str:
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize(("how", "status"), [("exit", "failed"), ("raise", "failed"), ("interrupt", "stopped")])
+@pytest.mark.parametrize(
+    ("how", "status"),
+    [
+        pytest.param("exit", "failed", marks=pytest.mark.long),
+        ("raise", "failed"),
+        pytest.param("interrupt", "stopped", marks=pytest.mark.long),
+    ],
+)
 def test_the_run_ends_as_the_script_does(tmp_path: Path, how: str, status: str) -> None:
     from flopwatch.flops import from_config
 

@@ -100,6 +100,7 @@ def history(tmp_path_factory: pytest.TempPathFactory) -> History:
     return History(out, read_log(out), last)
 
 
+@pytest.mark.long
 def test_a_resumed_run_goes_on_as_if_nothing_had_happened(history: History) -> None:
     losses: dict[int, dict[int, float]] = {0: {}, 1: {}}
     for line in history.log:
@@ -111,6 +112,7 @@ def test_a_resumed_run_goes_on_as_if_nothing_had_happened(history: History) -> N
     assert losses[1][30] < losses[0][1] - 1
 
 
+@pytest.mark.long
 def test_the_log_has_starts_checkpoints_and_the_end(history: History) -> None:
     events = [(line["event"], line["attempt"], line.get("step")) for line in history.log if line["event"] != "step"]
     assert events == [
@@ -131,6 +133,7 @@ def test_the_log_has_starts_checkpoints_and_the_end(history: History) -> None:
     assert all(line["process_started"] < line["time"] for line in starts)
 
 
+@pytest.mark.long
 def test_the_hook_reports_what_the_log_reports(history: History) -> None:
     tokens = sum(line["tokens"] for line in history.log if line["event"] == "step" and line["attempt"] == 1)
     assert tokens == 20 * 2 * 8 * 128
@@ -148,6 +151,7 @@ def test_the_hook_reports_what_the_log_reports(history: History) -> None:
         assert push.samples["training_hook_errors_total"] == 0
 
 
+@pytest.mark.long
 def test_the_slow_rank_waits_least(history: History) -> None:
     waited = {rank: push.samples["training_collective_wait_seconds_total"] for rank, push in history.last.items()}
     steps = {rank: push.samples["training_measured_step_seconds_total"] for rank, push in history.last.items()}
