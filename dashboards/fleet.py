@@ -197,7 +197,7 @@ losses = [
         unit="s",
         width=6,
         height=8,
-        no_data="No attempt ended unplanned in the last 30 days.",
+        no_data="No attempt ended unplanned in the last 30 days, as of the last full hour.",
     ),
     d.stat(
         "Time to recovery",
@@ -207,7 +207,7 @@ losses = [
         unit="s",
         width=6,
         height=8,
-        no_data="No recovery from an unplanned end in the last 30 days.",
+        no_data="No recovery from an unplanned end in the last 30 days, as of the last full hour.",
     ),
 ]
 

@@ -34,7 +34,7 @@ from simulator.hooks import Hooks
 from simulator.host import SimulatedNode
 from simulator.jobs import TrainingJob
 from simulator.metrics import Line, ledger_lines, series
-from simulator.nodes import EPOCH, Noise
+from simulator.nodes import EPOCH, Noise, Record
 from simulator.topology import PortPlace, Topology
 from simulator.world import SimulatedCluster
 
@@ -138,6 +138,11 @@ class ServedCluster:
         """Simulate `seconds` and renew the pages every `step` seconds, until `stop` is set."""
         ledger, began = Ledger(), time.time()
 
+        def send(record: Record) -> None:
+            known = record["event"] == "snapshot"
+            waits = self._hooks.waits(record, self.topology.gpus_per_node) if known else None
+            ledger.apply({**record, "waits": waits})
+
         def look(world: SimulatedCluster, t: float) -> None:
             if self.stop.wait(max(0.0, began + t - time.time())):
                 raise StopIteration
@@ -149,7 +154,7 @@ class ServedCluster:
             FAULTS,
             seconds,
             self._seed,
-            ledger.apply,
+            send,
             Noise(per_node_day=0.0, missing=0.0, late=0.0),
             step,
             look,

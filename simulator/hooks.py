@@ -10,15 +10,16 @@ import math
 import random
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from flopwatch import catalogue as m
 from flopwatch.catalogue import Metric
 from flopwatch.training.totals import DURATION_BOUNDS, PERCENTILES
 from simulator.jobs import JobAttempt
-from simulator.metrics import COLLECTIVES, Line, info, line, rank_info
-from simulator.nodes import EPOCH
+from simulator.metrics import COLLECTIVES, Line, info, line, mesh_place, rank_info
+from simulator.nodes import EPOCH, Record
 from simulator.state import JobState
 from simulator.topology import Topology
 from simulator.world import SimulatedCluster
@@ -33,6 +34,7 @@ UNUSED = 3e9  # bytes
 class HookTotals:
     """Totals that the hooks of one attempt have added up so far."""
 
+    mesh: Mapping[str, int]
     steps: int = 0
     waits: dict[int, float] = field(default_factory=dict)  # seconds by rank
     durations: Counter[int] = field(default_factory=Counter)  # steps by bucket of the histogram
@@ -54,11 +56,23 @@ class Hooks:
             if state.attempt is not None and state.attempt.ended is None:
                 yield from self._run(world, state, state.attempt, t)
 
+    def waits(self, record: Record, ranks: int) -> list[list[Any]] | None:
+        """Return the field `waits` for a record of a host with so many ranks, as of the last call, if it is known."""
+        totals = self._totals.get(record["attempt"])
+        if totals is None:
+            return None
+        steps, seconds, first = totals.steps, totals.seconds, record["rank"]
+        return [
+            [rank, mesh_place(totals.mesh, rank).get("pp", ""), record["started"], steps, seconds, wait, TOKENS * steps]
+            for rank in range(first, first + ranks)
+            if (wait := totals.waits.get(rank)) is not None
+        ]
+
     def _run(
         self, world: SimulatedCluster, state: JobState, attempt: JobAttempt, t: float
     ) -> Iterator[tuple[int, Line]]:
         job, topology = state.job, world.topology
-        totals = self._totals.setdefault(attempt.id, HookTotals())
+        totals = self._totals.setdefault(attempt.id, HookTotals(job.mesh))
         position = attempt.position(t)
         made = 0 if position is None else position - (attempt.restored or 0)
         new = made - totals.steps
