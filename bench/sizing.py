@@ -70,7 +70,7 @@ class Counts:
     """Numbers of series: of a GPU with its NVLinks, a port, the rest of a node, a rank, a run, and the ledger."""
 
     gpu: int
-    port: int
+    port: float  # mean of the golden node's InfiniBand and RoCE ports
     node: int
     rank: int
     run: int
@@ -88,7 +88,7 @@ def counts() -> Counts:
     of_run = sum(count for name, count in golden["ledger"].items() if owner(name) in ("rank", "run"))
     return Counts(
         gpu=owners["gpu"] // golden["gpus"],
-        port=round(owners["port"] / golden["ports"]),  # bonded ports have a few more than others, or fewer
+        port=owners["port"] / golden["ports"],
         node=owners["node"],
         rank=owners["rank"] // golden["gpus"],
         run=owners["run"],
@@ -198,7 +198,7 @@ def size(cluster: Cluster, age: float = HEAD) -> Size:
     gpus, ports = nodes * cluster.gpus_per_node, nodes * cluster.ports_per_node
     of = counts()
     of_rank = of.rank + (sum(TORCH.values()) if cluster.torch else 0)
-    hardware = gpus * of.gpu + ports * of.port + nodes * of.node
+    hardware = round(gpus * of.gpu + ports * of.port + nodes * of.node)
     hook = ranks * of_rank + runs * of.run
     ledger, targets = of.ledger + runs * of.ledger_of_run, (nodes + 1) * TARGET
     rails = min(cluster.gpus_per_node, cluster.ports_per_node)
@@ -255,7 +255,11 @@ def table(cluster: Cluster, found: Size) -> str:
     one = one_prometheus(cluster)
     rows = [
         ("series", "", ""),
-        ("  of the hardware", _count(found.hardware_series), f"{of.gpu} a GPU, {of.port} a port, and {of.node} a node"),
+        (
+            "  of the hardware",
+            _count(found.hardware_series),
+            f"{of.gpu} a GPU, {of.port:.1f} a port, and {of.node} a node",
+        ),
         ("  of the training hook", _count(found.hook_series), f"{rank} a rank, {of.run} a run"),
         ("  of the ledger", _count(found.ledger_series), f"{of.ledger_of_run} a run"),
         ("  of scraping", _count(found.target_series), f"{TARGET} a target"),
