@@ -13,11 +13,13 @@ EXPORTERS = (
 TO_NODE = [p.to_node(d.LABEL % "host")]
 SLOWEST = 8
 SOURCE = '{collector=~"$source"}'
-# As in the alert FlopwatchCollectorFailing.
-FAILING = (
-    f"({m.FLOPWATCH_COLLECTOR_SUCCESS}{SOURCE} == 0 or {m.FLOPWATCH_COLLECTOR_LAST_SUCCESS_TIMESTAMP_SECONDS}{SOURCE} "
-    f"< time() - 300 and {m.FLOPWATCH_COLLECTOR_SUCCESS})"
-)
+
+
+def failing(collectors: str = "") -> str:
+    """Return an expression for the collectors with these matchers that the alert FlopwatchCollectorFailing counts."""
+    success, last = m.FLOPWATCH_COLLECTOR_SUCCESS, m.FLOPWATCH_COLLECTOR_LAST_SUCCESS_TIMESTAMP_SECONDS
+    return f"({success}{collectors} == 0 or {last}{collectors} < time() - 300 and {success})"
+
 
 now = [
     d.stat(
@@ -40,7 +42,7 @@ now = [
         "Failing collectors",
         "Collectors of all exporters whose last read failed or is over five minutes old. Expected: 0. The table of "
         "collectors lists them.",
-        d.Query(f"count({FAILING}) or vector(0)", instant=True),
+        d.Query(f"count({failing()}) or vector(0)", instant=True),
         thresholds=p.ERRORS,
         width=4,
     ),
@@ -100,7 +102,7 @@ sources = [
         "Collectors that fail now",
         "Collectors whose last read failed or is over five minutes old, with their exporter and host. Expected: no "
         "row. Otherwise run `flopwatch doctor` on the host.",
-        f"{p.with_host(FAILING)} or on (instance, collector) {FAILING}",
+        f"{p.with_host(failing(SOURCE))} or on (instance, collector) {failing(SOURCE)}",
         labels={"host": "Node", "instance": "Exporter", "collector": "Collector"},
         links={"Node": [p.to_node(d.FIELD % "Node")]},
         width=8,

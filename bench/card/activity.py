@@ -180,8 +180,8 @@ def field_delta(
     before: Mapping[Key, Answer], after: Mapping[Key, Answer], highest: float, copied: float, report: Report
 ) -> None:
     """Compare the rise of the field of received bytes with the bytes copied, unless its register has 32 bits."""
-    numbers = [answers[RECEIVED_FIELD].number for answers in (before, after)]
-    delta = None if None in numbers else (numbers[1] or 0.0) - (numbers[0] or 0.0)
+    first, last = before[RECEIVED_FIELD].number, after[RECEIVED_FIELD].number
+    delta = None if first is None or last is None else last - first
     report.facts["field_198_delta"] = delta
     if delta is None or copied == 0 or highest < REGISTER:
         report.info("field_198_delta", f"{text(delta)} bytes in a register that wraps, {text(copied)} bytes copied")

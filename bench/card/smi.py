@@ -136,8 +136,8 @@ def parsed(document: str, uuid: str) -> ElementTree.Element:
 
 def printed(gpu: ElementTree.Element, compared: Compared) -> float | None:
     """Return the number that nvidia-smi printed, in the unit of the row, None if it printed none."""
-    texts = [None if (each := gpu.findtext(path)) is None else WORDS.get(each, each) for path in compared.paths]
-    found = [re.match(r"\s*(-?[0-9]+(?:\.[0-9]+)?)", each) for each in texts if each is not None]
+    texts = [gpu.findtext(path, "") for path in compared.paths]
+    found = [re.match(r"\s*(-?[0-9]+(?:\.[0-9]+)?)", WORDS.get(each, each)) for each in texts]
     numbers = [float(match[1]) * compared.unit for match in found if match is not None]
     return None if not numbers else numbers[0] if compared.first else sum(numbers)
 

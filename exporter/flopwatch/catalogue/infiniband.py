@@ -49,8 +49,11 @@ def port_counter(
     if not roce:
         text += " Absent on RoCE."
     source = (", " if label else ", else ").join(files)
-    of_files = files, sticks or wraps or 64, sticks > 0, quiet, words, legacy, roce
-    return PortCounter(name, "counter", text, (*PORT, *label), source, 1.0, key, *of_files)
+    bits = sticks or wraps or 64
+    labels = (*PORT, *label)
+    return PortCounter(
+        name, "counter", text, labels, source, 1.0, key, files, bits, sticks > 0, quiet, words, legacy, roce
+    )
 
 
 # fmt: off

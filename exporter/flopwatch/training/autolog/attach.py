@@ -195,8 +195,9 @@ class Attachment:
             if run.recorder.steps_taken == STEPS_TO_SEE_MODELS and run.rank == 0:
                 log.warning("no token count found in the batches; pass --tokens-from KEY or --tokens-per-step N")
         else:
-            known, packed = [batch for batch in tokens if batch], hasattr(self._loop.settings.flops_per_token, "flops")
-            squared = sum(batch.sum_len_squared for batch in known) if packed else None
+            known = [batch for batch in tokens if batch is not None]
+            by_length = hasattr(self._loop.settings.flops_per_token, "flops")
+            squared = sum(batch.sum_len_squared for batch in known) if by_length else None
             run.step(sum(batch.count for batch in known), sum_len_squared=squared)
         if run.recorder.steps_taken >= STEPS_TO_SEE_MODELS:
             self._models.look_no_more()

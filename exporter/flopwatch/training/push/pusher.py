@@ -35,8 +35,11 @@ class Pusher:
         finish: Callable[[str], None],
         failed: Callable[[Exception], None],
     ) -> None:
-        self._wire, self._interval = wire, interval
-        self._snapshot, self._finish, self._failed = snapshot, finish, failed
+        self._wire = wire
+        self._interval = interval
+        self._snapshot = snapshot
+        self._finish = finish
+        self._failed = failed
         self._last: Snapshot | None = None
         self._stopping = False
         self._stop_deadline = math.inf
