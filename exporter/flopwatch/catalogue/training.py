@@ -82,9 +82,8 @@ TRAINING_STUCK_FRAME_INFO = info("training_stuck_frame_info",
 TRAINING_STEP_DURATION_SECONDS = histogram("training_step_duration_seconds",
     "Duration of optimizer steps. Reported by one rank.", _RUN, "flopwatch.training.run")
 TRAINING_STEP_PERCENTILE_SECONDS = gauge("training_step_percentile_seconds",
-    "Duration that this percentage of the last five minutes' optimizer steps did not exceed, or of the last 100 steps "
-    "if those took longer. Exact up to 10,000 steps. Reported by one rank.", (*_RUN, "percentile"),
-    "flopwatch.training.run")
+    "Duration that this percentage of the last five minutes' optimizer steps did not exceed, of 100 steps at least "
+    "and of 1,000 at most. Reported by one rank.", (*_RUN, "percentile"), "flopwatch.training.run")
 TRAINING_LOSS = gauge("training_loss", "Last loss of a step. Reported by one rank.", _RUN, "run.step(loss=...)")
 TRAINING_GRAD_NORM = gauge("training_grad_norm", "Last norm of the gradients. Reported by one rank.", _RUN,
     "run.step(grad_norm=...)")

@@ -386,7 +386,7 @@ class Run:
         valid: dict[str, float] = {}
         for name, value in {"tokens": tokens, **more}.items():
             try:
-                if name not in (known := Work.__dataclass_fields__):
+                if name not in (known := Work._fields):
                     raise ValueError(f"{name}= is not an argument of step(); it takes {', '.join(known)}")
                 if value is not None:
                     valid[name] = (number if name in ("loss", "grad_norm") else amount)(name, value)

@@ -47,11 +47,11 @@ class Timeline:
 
     def leave(self, activity: str, now: float) -> None:
         """Close the innermost open activity of this name and all activities inside it, if one is open."""
-        for index in reversed(range(len(self._declared))):
-            if self._declared[index] == activity:
-                del self._declared[index:]
-                self._resume(now)
-                return
+        declared = self._declared
+        if activity in declared:
+            while declared.pop() != activity:
+                pass
+            self._resume(now)
 
     def wait_for_batch(self, now: float) -> None:
         """Begin to wait for a batch. Ignored inside a declared activity, such as an evaluation's loop."""

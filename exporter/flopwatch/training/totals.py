@@ -11,16 +11,15 @@ import sys
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from numbers import Real
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from flopwatch import catalogue
 from flopwatch.catalogue import Metric
 from flopwatch.training.timeline import Timeline
 
 PERCENTILES = (50, 90, 99)
-RECENT_SECONDS, RECENT_LEAST, RECENT_MOST = 300.0, 100, 10_000  # steps whose duration is kept for the percentiles
+RECENT_SECONDS, RECENT_LEAST, RECENT_MOST = 300.0, 100, 1_000  # steps whose duration is kept for the percentiles
 DURATION_BOUNDS = (0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 180.0)  # seconds
 
 # Seconds that a device may lag. Beyond that time goes on without it, so that a hang becomes visible.
@@ -70,8 +69,7 @@ class PackedFlops(Protocol):
         """Return the FLOPs of samples with this number of tokens and this sum of their squared lengths."""
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
+class Work(NamedTuple):
     """Arguments of one Run.step(), about this rank's model replica unless noted. None if not given."""
 
     tokens: float | None = None
@@ -159,21 +157,24 @@ class Totals:
         """Add up at most `limit` events. Stop at a moment that the device has not reached, unless `all_of_them`."""
         events = self.events
         for _ in range(min(len(events), limit)):  # not those recorded meanwhile, because a loop may record faster
-            event = events[0]
-            what, mark = event[0], event[1]
+            what, mark, *arguments = events[0]
             try:
-                now = mark if isinstance(mark, (int, float)) else mark.at()
-                if now is None:
-                    if not all_of_them:
-                        return
+                self._missed_end = False
+                if isinstance(mark, (int, float)):
+                    now = mark
+                    if type(mark) is MissedMark:
+                        self._missed = self._missed_end = True
+                elif (reached := mark.at()) is not None:
+                    now = reached
+                elif all_of_them:
                     now = mark.recorded
-                self._missed_end = type(mark) is MissedMark
-                self._missed = self._missed or self._missed_end
-                now = max(now, self._now)
+                else:
+                    return
+                now = self._now if now < self._now else now
                 # Phases and waits that ended at `now` do not move the time, because an earlier event may follow.
                 if what is not Totals.phase and what is not Totals.waited:
                     self._now = now
-                what(self, now, *event[2:])
+                what(self, now, *arguments)
             except Exception as error:
                 self._failed(getattr(what, "__name__", "digest"), error)
             events.popleft()
@@ -210,13 +211,13 @@ class Totals:
         timed = self.timeline.step(now)
         if timed is not None and not (self._missed_begin or self._missed_end):
             self.recent.append((now, timed[0]))
-            self._time(*timed, missed=self._missed)
-        self._missed, self._missed_begin = False, self._missed_end
-        self._wait = None
+            self._time(*timed, self._missed)
+        self._missed, self._missed_begin, self._wait = False, self._missed_end, None
         self._phases.clear()
         counted, self._counted_flops = self._counted_flops, None
         self._work(work, counted, capacity=timed is not None)
-        self.logged(now, work)
+        if work.loss is not None or work.grad_norm is not None:
+            self.logged(now, work)
 
     def logged(self, _: float, work: Work) -> None:
         """Set the last step's loss and gradient norm."""
@@ -360,7 +361,7 @@ class Totals:
             self.timeline.end_of_batches(now)
 
     def _of_the_loop(self, thread: int, what: str) -> bool:
-        if self.loop_thread in (None, thread):
+        if self.loop_thread == thread or self.loop_thread is None:
             return True
         self._failed(what, RuntimeError(f"{what}() is ignored on any thread but the training loop's"))
         return False
