@@ -159,17 +159,12 @@ class Totals:
         for _ in range(min(len(events), limit)):  # not those recorded meanwhile, because a loop may record faster
             what, mark, *arguments = events[0]
             try:
-                self._missed_end = False
-                if isinstance(mark, (int, float)):
-                    now = mark
-                    if type(mark) is MissedMark:
-                        self._missed = self._missed_end = True
-                elif (reached := mark.at()) is not None:
-                    now = reached
-                elif all_of_them:
-                    now = mark.recorded
-                else:
+                now = mark if isinstance(mark, (int, float)) else mark.at()
+                if now is None and not all_of_them:
                     return
+                now = mark.recorded if now is None else now
+                self._missed_end = type(mark) is MissedMark
+                self._missed |= self._missed_end
                 now = self._now if now < self._now else now
                 # Phases and waits that ended at `now` do not move the time, because an earlier event may follow.
                 if what is not Totals.phase and what is not Totals.waited:

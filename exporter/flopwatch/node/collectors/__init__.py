@@ -89,7 +89,7 @@ class StateFile:
 
     def save(self, value: Mapping[str, Any]) -> bool:
         """Write the object, unless it equals the last one written. Return whether the file now contains it."""
-        text = json.dumps(value, indent=1)
+        text = json.dumps(value)  # without `indent`, because Python indents ten times more slowly
         if text == self._saved:
             return True
         try:

@@ -9,6 +9,7 @@ import ctypes
 import json
 import logging
 import os
+import select
 import signal
 import sys
 import threading
@@ -16,7 +17,6 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pkgutil import resolve_name
-from queue import SimpleQueue
 from typing import IO, Any
 
 from flopwatch.catalogue import Metric, Sample
@@ -50,24 +50,22 @@ def resident(statm: int, page: int = os.sysconf("SC_PAGE_SIZE")) -> int:
     return int(os.pread(statm, 100, 0).split()[1]) * page
 
 
-def _listen(requests: SimpleQueue[bool]) -> None:
-    """Queue the requests from stdin, and end this process after stdin is closed, even if the main thread hangs."""
-    while data := os.read(0, 4096):
-        for _ in data:
-            requests.put(True)
-    requests.put(False)
+def _end_with_stdin() -> None:
+    """End this process after stdin is closed, even if the main thread hangs. Requests do not wake this thread."""
+    closed = select.poll()
+    closed.register(0, 0)  # no events but POLLHUP and POLLERR, which are always reported
+    closed.poll()
     time.sleep(EXIT_GRACE)
     os._exit(0)
 
 
 def _answer_requests(factory: str, arguments: Mapping[str, str], pipe: IO[bytes]) -> None:
-    requests: SimpleQueue[bool] = SimpleQueue()
-    threading.Thread(target=_listen, args=(requests,), daemon=True).start()
+    threading.Thread(target=_end_with_stdin, daemon=True).start()
     statm = os.open("/proc/self/statm", os.O_RDONLY)
     answers = AnswerEncoder()
     collector: Collector | None = None
     last_reason = ""
-    while requests.get():
+    while os.read(0, 1):
         started = time.monotonic()
         samples: list[Sample] = []
         kind, reason, line, last = "", "", "", False

@@ -146,19 +146,19 @@ class NvmlCard:
         failure: Exception | None = None
         self.waits = False
         first, self._first = self._first, 0
-        for position, read in sorted(enumerate(self._reads), key=lambda each: each[0] < first):
-            if not self._wants(read):
-                continue
+        for position in (*range(first, len(self._reads)), *range(first)):
+            read = self._reads[position]
             due = self._due.get(read, -inf)
+            wanted = (now < due and not read.whole and not read.instead_of) or self._wants(read)
+            if now < due or not wanted:
+                samples += self._held.get(read, ()) if wanted else ()
+                continue
             seldom_table = read.table != "" and read.every > 0
             begun, self._table = self._clock(), read.table
-            if now >= due and self._cost.spent(now, begun, seldom_table):
+            if self._cost.spent(now, begun, seldom_table):
                 self.waits = True
                 self._first = self._first or (0 if seldom_table else position)
                 samples += self._held.get(read, ()) if now < due + MAX_OVERDUE else ()
-                continue
-            if now < due:
-                samples += self._held.get(read, ())
                 continue
             self._due.pop(read, None)
             self._held.pop(read, None)
@@ -236,10 +236,11 @@ class NvmlCard:
             except self.nvml.NVMLError as error:
                 if error.value in (*GONE, *OVER):
                     raise
-                parts, failed = self._split(group, error)
+                parts, alone = self._split(group, error)
                 answers |= parts
-                refused |= failed
-        refused |= {key: value.nvmlReturn for key, value in answers.items() if value.nvmlReturn != 0}
+                refused |= alone
+        failed = {key: fields.member(value, "nvmlReturn") for key, value in answers.items()}
+        refused |= {key: code for key, code in failed.items() if code != 0}
         for code in refused.values():
             if code in (*GONE, *OVER):
                 raise self.nvml.NVMLError(code)
@@ -247,7 +248,7 @@ class NvmlCard:
 
     def _call(self, keys: list[Key]) -> dict[Key, Any]:
         values = self.nvml.nvmlDeviceGetFieldValues(self.handle, keys)
-        self._cost.latencies[self._table] += sum(value.latencyUsec for value in values)
+        self._cost.latencies[self._table] += sum(fields.member(value, "latencyUsec") for value in values)
         return dict(zip(keys, values, strict=True))
 
     def _split(self, keys: list[Key], error: Exception) -> tuple[dict[Key, Any], dict[Key, int]]:

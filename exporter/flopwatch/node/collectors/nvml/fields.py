@@ -11,7 +11,7 @@ second at full speed (NV2080_CTRL_CMD_BUS_GET_PEX_UTIL_COUNTERS in NVIDIA's open
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ class NvmlField:
     highest: float = math.inf
     ecc: bool = False
 
-    @property
+    @cached_property
     def key(self) -> Key:
         """Return the field's id and scope, which identify it in NVML's answer."""
         return self.id, self.scope
@@ -165,6 +165,10 @@ def pid_limit(proc: Path) -> int:
         return PID_MAX_LIMIT
 
 
+# Member of a structure by name. pynvml's own lookup checks for text each time, and takes ten times as long.
+member = object.__getattribute__
+
+
 def known(number: float) -> bool:
     """Return whether an NVML number is available. All ones in 32 or 64 bits, or no finite number, means it is not."""
     return number not in (2**32 - 1, 2**64 - 1) and math.isfinite(number)
@@ -177,16 +181,18 @@ def number(value: Any, signed: bool = False) -> float | None:
     that they never wrote as DOUBLE 0 with the time 0. DCGM 4.6.0 has workarounds for both (NVML bugs 2032468, 4300930
     and 2009232 in its DcgmCacheManager.cpp).
     """
-    if not 0 <= value.valueType < len(VALUE_MEMBERS):
+    kind, union = member(value, "valueType"), member(value, "value")
+    if not 0 <= kind < len(VALUE_MEMBERS):
         return None
-    member = VALUE_MEMBERS[value.valueType]
-    result: float = getattr(value.value, member)
-    if value.valueType == DOUBLE:
-        if value.value.ullVal == 0 and value.timestamp == 0:
+    name = VALUE_MEMBERS[kind]
+    result: float = member(union, name)
+    if kind == DOUBLE:
+        integer: int = member(union, "ullVal")
+        if integer == 0 and member(value, "timestamp") == 0:
             return None
-        if 0 < abs(result) < SMALLEST_DOUBLE or (signed and value.value.ullVal >= NEGATIVE_INTEGERS):
-            result = value.value.ullVal
-    if member in SIGNED:
+        if 0 < abs(result) < SMALLEST_DOUBLE or (signed and integer >= NEGATIVE_INTEGERS):
+            result = integer
+    if name in SIGNED:
         return result
     if signed and math.isfinite(result):
         bits = 64 if result >= 2**32 else 32
