@@ -28,8 +28,8 @@ class Facts:
         self._numbers: dict[str, dict[Labels, float]] = {name: {} for name in rows}
         numbers = self._numbers
         for row, labels, raw in samples:
-            if row.name in numbers:
-                numbers[row.name][labels] = raw * row.scale
+            if (own := numbers.get(row.name)) is not None:
+                own[labels] = raw * row.scale
         self.released = any(self.of(m.FLOPWATCH_DRIVER_RELEASED).values())
         self.driverless = 0 in self.of(m.GPU_DRIVER_LOADED).values()
         self._index = {labels[1]: dict(zip(m.GPU_INFO.labels, labels, strict=True)) for labels in self.of(m.GPU_INFO)}

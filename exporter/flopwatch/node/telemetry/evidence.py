@@ -177,8 +177,7 @@ class EvidenceLog:
 
     def _observe(self, samples: list[Sample]) -> None:
         now, before = self._now(), self._before
-        if self._first is None:
-            self._first = now
+        self._first = now if self._first is None else self._first
         role = m.INFINIBAND_INFO.labels.index("role")
         idle = {labels[:2] for row, labels, _ in samples if row is m.INFINIBAND_INFO and labels[role] in _IDLE_ROLES}
         news: dict[EvidencePlace, float] = {}
@@ -193,7 +192,8 @@ class EvidenceLog:
                 continue
             owner = _owner(row, labels)
             key = name, owner + labels[2:]
-            last = before.get(key)
+            if (last := before.get(key)) == value:
+                continue
             before[key] = value
             # A series of these rows exists only after an event.
             if last is None and owner in present and (row is m.NVLINK_LINK_STATE_ID or getattr(row, "quiet", False)):
