@@ -91,7 +91,7 @@ def serving(page: Path, upstream: Upstream, names: tuple[str, ...] = LOOPBACK_NA
         try:
             yield f"http://127.0.0.1:{port}"
         finally:
-            server.should_exit = True
+            server.end()
             thread.join()
 
 

@@ -106,6 +106,6 @@ def running(
     finally:
         gpus.released.set()
         for one in servers:
-            one.should_exit = True
+            one.end()
         thread.join()
         scrape.close()

@@ -1,9 +1,7 @@
 """`flopwatch maintenance`: hold back the alerts of this host while it is being worked on."""
 
 import argparse
-import os
 import time
-from contextlib import suppress
 from pathlib import Path
 
 from flopwatch.commands import Commands, command
@@ -31,17 +29,13 @@ def show(options: argparse.Namespace) -> None:
 
 
 def _write(folder: Path, ends: float) -> None:
+    from flopwatch.node.collectors import replace_file
     from flopwatch.node.maintenance import FILE
 
     path = folder / FILE
-    draft = path.with_name(f"{FILE}.{os.getpid()}")
     try:
-        draft.write_text(f"{ends:.3f}\n")
-        draft.chmod(0o644)  # the exporter runs as another user, whatever the umask here
-        draft.replace(path)
+        replace_file(path, f"{ends:.3f}\n", 0o644)  # the exporter runs as another user, whatever the umask here
     except OSError as error:
-        with suppress(OSError):
-            draft.unlink()
         raise SettingsError(f"cannot write {path}: {error.strerror}; is --state the exporter's?") from None
     print(_state(ends))
 

@@ -10,6 +10,8 @@ import socket
 import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
+from email.utils import formatdate
+from functools import partial
 from pathlib import Path
 
 import h11
@@ -117,11 +119,29 @@ async def read_body(request: Request) -> bytes:
     return bytes(content)
 
 
-class _Server(uvicorn.Server):
-    """Server that leaves signals to its caller. uvicorn would end the process by the signal, not with status 0."""
+class Server(uvicorn.Server):
+    """Server that runs until `end`, and leaves signals to its caller. It never wakes up without a request.
+
+    uvicorn would end the process by the signal, not with status 0, and would wake up ten times a second.
+    """
+
+    _wake: Callable[[], object] = bool  # does nothing
+
+    async def main_loop(self) -> None:
+        """Wait for `end`."""
+        ended = asyncio.Event()
+        self._wake = partial(asyncio.get_running_loop().call_soon_threadsafe, ended.set)
+        if not self.should_exit:
+            await ended.wait()
+
+    def end(self) -> None:
+        """Stop the server. Thread-safe."""
+        self.should_exit = True
+        self._wake()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
+        """Leave signals as they are."""
         yield
 
 
@@ -176,6 +196,7 @@ class _Protocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Receive bytes. The request's timeout runs until the headers are complete."""
+        self.server_state.default_headers = [(b"date", formatdate(usegmt=True).encode())]
         super().data_received(data)
         if self.conn.their_state is h11.IDLE:
             self._request_timeout.start(self)
@@ -211,9 +232,9 @@ class _Protocol(H11Protocol):
         super().connection_lost(exc)
 
 
-def server(app: Callable[..., Awaitable[None]], max_connections: int | None = None) -> uvicorn.Server:
-    """Return a server for an ASGI application. `serve([socket])` runs the server until `should_exit` is set."""
-    return _Server(
+def server(app: Callable[..., Awaitable[None]], max_connections: int | None = None) -> Server:
+    """Return a server for an ASGI application. `serve([socket])` runs the server until `end()`."""
+    return Server(
         uvicorn.Config(
             app,
             http=_Protocol,
@@ -228,7 +249,7 @@ def server(app: Callable[..., Awaitable[None]], max_connections: int | None = No
     )
 
 
-async def until_stopped(server: uvicorn.Server, listening: socket.socket, message: str) -> None:
+async def until_stopped(server: Server, listening: socket.socket, message: str) -> None:
     """Serve until SIGTERM or Ctrl-C. Log `message` once requests are accepted, with the address for its %s."""
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -239,5 +260,5 @@ async def until_stopped(server: uvicorn.Server, listening: socket.socket, messag
     log.info(message, Address(*listening.getsockname()[:2]))
     await stop.wait()
     log.info("stopping")
-    server.should_exit = True
+    server.end()
     await running

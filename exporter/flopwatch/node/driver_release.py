@@ -11,12 +11,12 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
 
 from flopwatch import catalogue as m
 from flopwatch.catalogue import Sample
 from flopwatch.node import maintenance
 from flopwatch.node.collectors import replace_file
+from flopwatch.node.scrape.reader import Reader
 
 log = logging.getLogger(__name__)
 
@@ -24,16 +24,6 @@ REQUEST, CONFIRMATION = "release", "released"
 BY_SIGNAL = 600.0  # seconds of a release that SIGUSR1 requests
 MAX_DURATION = 86400.0  # seconds of the longest release: a forgotten one must end
 CONFIRMATION_TIMEOUT = 15.0  # seconds, in which handles can be closed even if a driver call hangs
-
-
-class Driver(Protocol):
-    """Reader of a source with open driver handles, which it can close and open again."""
-
-    def release(self) -> bool:
-        """Close the handles, and return whether all are closed."""
-
-    def resume(self) -> None:
-        """Let the next read open the handles again."""
 
 
 def duration(text: str) -> float | None:
@@ -53,7 +43,7 @@ class Release:
     def __init__(
         self,
         state: Path,
-        drivers: Sequence[Driver],
+        drivers: Sequence[Reader],
         now: Callable[[], float] = time.time,
         clock: Callable[[], float] = time.monotonic,
         *,
@@ -68,7 +58,7 @@ class Release:
         self._unwritten: float | None = None  # end of a release that could not be written to disk
         self._since = 0.0
         self._seconds = 0.0
-        self._pending: list[Driver] = []
+        self._pending: list[Reader] = []
         self._logged = ""
 
     def request(self, seconds: float) -> None:

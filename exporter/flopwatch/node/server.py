@@ -16,7 +16,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import uvicorn
 from prometheus_client import CollectorRegistry
 
 from flopwatch import catalogue as m
@@ -46,8 +45,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 512  # far more than 64 ranks and a few scrapers need
-SIMULATION_TICK = 1.0
-RELEASE_TICK = 0.5
+SIMULATION_TICK, RELEASE_TICK = 1.0, 2.0  # seconds
 
 
 def run(settings: ExporterSettings, sources: SourcesFactory = host_sources) -> None:
@@ -65,8 +63,10 @@ def run(settings: ExporterSettings, sources: SourcesFactory = host_sources) -> N
         settings = replace(settings, state=stack.enter_context(_state_folder(settings)))
         host = sources(settings)
         if host.tick is not None:
-            stack.enter_context(_ticking(host.tick))
-        asyncio.run(_Exporter(settings, host, web, otlp_web).serve(listeners))
+            stack.enter_context(_ticking(host.tick, SIMULATION_TICK))
+        exporter = _Exporter(settings, host, web, otlp_web)
+        with _ticking(lambda _: exporter.release.check(), RELEASE_TICK):
+            asyncio.run(exporter.serve(listeners))
 
 
 def _checked(settings: ExporterSettings) -> tuple[Web | None, Web | None]:
@@ -104,8 +104,8 @@ class _Exporter:
         telemetry = Telemetry(settings, registry, lambda: _known_gpus(inventory, runtime), evidence_log=evidence)
         self._ledger = _ledger(settings, registry)
         self._readers = hardware(settings, sources)
-        self._release = Release(settings.state, [reader for reader in self._readers if reader.driver])
-        self._release.check()  # before anything opens the driver
+        self.release = Release(settings.state, [reader for reader in self._readers if reader.driver])
+        self.release.check()  # before anything opens the driver
         maintenance = Maintenance(settings.state, settings.host)
         verdict = Verdict(expectations.load(settings.expect, inventory.parent))
 
@@ -119,11 +119,11 @@ class _Exporter:
             settings,
             registry,
             derive=derive,
-            also=lambda: self._release.samples() + maintenance.samples(),
+            also=lambda: self.release.samples() + maintenance.samples(),
         )
         kept = StateFile(settings.state / "evidence.json") if self._ledger else None
         self._forward = Forward(telemetry, self._ledger, memory=kept)
-        self._servers: list[uvicorn.Server] = []
+        self._servers: list[http_server.Server] = []
         metrics = metrics_app(self._scrape, telemetry, settings, self._listening)
         if isinstance(self._ledger, Embedded):
             # Reading is public, as on /metrics; only clients that can push the end of a run may close it.
@@ -147,8 +147,7 @@ class _Exporter:
         loop, stop = asyncio.get_running_loop(), asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
-        loop.add_signal_handler(signal.SIGUSR1, self._release.request, BY_SIGNAL)
-        releasing = asyncio.ensure_future(_release_when_asked(self._release))
+        loop.add_signal_handler(signal.SIGUSR1, self.release.request, BY_SIGNAL)
         try:
             self._forward.start()
             pairs = zip(self._servers, listeners, strict=True)
@@ -162,10 +161,10 @@ class _Exporter:
             sweeping = asyncio.ensure_future(swept(first))
             await asyncio.wait([asyncio.ensure_future(stop.wait()), *running], return_when=asyncio.FIRST_COMPLETED)
             log.info("stopping")
-            for task in (sweeping, first, releasing):
+            for task in (sweeping, first):
                 task.cancel()
             for server in self._servers:
-                server.should_exit = True
+                server.end()
             await asyncio.gather(*running)
         finally:
             self._close()
@@ -181,12 +180,6 @@ class _Exporter:
         self._scrape.close()
         if self._ledger is not None:
             self._ledger.close()
-
-
-async def _release_when_asked(release: Release) -> None:
-    while True:
-        await asyncio.sleep(RELEASE_TICK)
-        await asyncio.to_thread(release.check)
 
 
 @contextlib.contextmanager
@@ -215,17 +208,18 @@ def _state_folder(settings: ExporterSettings) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _ticking(tick: Callable[[float], None]) -> Iterator[None]:
+def _ticking(tick: Callable[[float], None], every: float) -> Iterator[None]:
+    """Call `tick` with the Unix time every `every` seconds in a thread until the block ends, and log its errors."""
     ended = threading.Event()
 
     def loop() -> None:
-        while not ended.wait(SIMULATION_TICK):
+        while not ended.wait(every):
             try:
                 tick(time.time())
             except (OSError, ValueError):
-                log.exception("the simulated node did not advance")
+                log.exception("the simulated node did not advance, or the driver was not released")
 
-    thread = threading.Thread(target=loop, name="simulation", daemon=True)
+    thread = threading.Thread(target=loop, name="tick", daemon=True)
     thread.start()
     try:
         yield

@@ -26,7 +26,7 @@ from flopwatch.simulate import h100, lies, nvml_fields
 from flopwatch.simulate.folder import JsonFile
 
 VBIOS_VERSION = "96.00.A5.00.01"
-HANG_POLL = 0.02  # seconds between two checks of a hung call
+HANG_POLL, EVENT_POLL = 0.02, 0.5  # seconds between two checks of a hung call, and between two looks for an event
 # Share of each activity while the GPU is fully busy, by GPM metric; the tensor cores' fall with the clock.
 ACTIVITIES = {1: 1.0, 2: 0.88, 3: 0.32, 4: 0.12, 10: 0.42, 11: 0.0, 12: 0.09, 13: 0.01, 8: 0.0, 9: 0.0}
 TENSOR_ACTIVITIES = {5: 0.55, 7: 0.55}
@@ -385,7 +385,7 @@ class Simulation:
                 self.check(index, self.faults.read())
             if time.monotonic() > until:
                 raise real.NVMLError(real.NVML_ERROR_TIMEOUT)
-            time.sleep(HANG_POLL)
+            time.sleep(EVENT_POLL)
 
 
 # Answers that need one expression: constants, and numbers of the state of a GPU in node.json or of its faults.

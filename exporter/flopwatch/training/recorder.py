@@ -266,8 +266,3 @@ class Recorder:
                 self.totals.flops_per_token = positive("flops_per_token", per_token)
             except ValueError as error:
                 self.failed("set_flops", error)
-
-
-def silence(recorder: Recorder) -> None:
-    """Stop recording for good, without reporting later steps as errors. For forked children."""
-    recorder.finished, recorder.record = True, ignore

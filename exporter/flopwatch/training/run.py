@@ -23,7 +23,7 @@ from flopwatch.training import context_managers as contexts
 from flopwatch.training.instruments import Instruments
 from flopwatch.training.process import exit_reason, identity, launcher
 from flopwatch.training.push.snapshot import Snapshots
-from flopwatch.training.recorder import STEP, Recorder, Snapshot, ignore, silence, text_of
+from flopwatch.training.recorder import STEP, Recorder, Snapshot, ignore, text_of
 from flopwatch.training.run_info import Arguments, declare, declare_flops, declare_peak
 from flopwatch.training.timeline import DECLARED
 from flopwatch.training.totals import PackedFlops, Totals, Work, amount, number
@@ -450,7 +450,8 @@ def _agree(attempt: str, rank: int, started: float) -> str | None:
 def _silence_child() -> None:
     """Disable recording in forked children (DataLoader workers), because the push thread does not survive a fork."""
     if Run._newest is not None:
-        silence(Run._newest.recorder)
+        recorder = Run._newest.recorder
+        recorder.finished, recorder.record = True, ignore  # later steps are no errors
 
 
 os.register_at_fork(after_in_child=_silence_child)

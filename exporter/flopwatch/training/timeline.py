@@ -47,9 +47,8 @@ class Timeline:
 
     def leave(self, activity: str, now: float) -> None:
         """Close the innermost open activity of this name and all activities inside it, if one is open."""
-        declared = self._declared
-        if activity in declared:
-            while declared.pop() != activity:
+        if activity in self._declared:
+            while self._declared.pop() != activity:
                 pass
             self._resume(now)
 

@@ -211,8 +211,7 @@ class Totals:
         self._phases.clear()
         counted, self._counted_flops = self._counted_flops, None
         self._work(work, counted, capacity=timed is not None)
-        if work.loss is not None or work.grad_norm is not None:
-            self.logged(now, work)
+        self.logged(now, work)
 
     def logged(self, _: float, work: Work) -> None:
         """Set the last step's loss and gradient norm."""

@@ -16,12 +16,13 @@ from flopwatch.catalogue import (
 )
 from flopwatch.node import driver_release
 from flopwatch.node.driver_release import MAX_DURATION, Release, duration, end
+from flopwatch.node.scrape.reader import Reader
 from tests.support.machine import PATIENCE, until
 
 NOW = 1_800_000_000.0
 
 
-class Driver:
+class Driver(Reader):
     """A reader that records its requests. The test can keep its last handle open."""
 
     def __init__(self) -> None:

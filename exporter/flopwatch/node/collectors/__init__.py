@@ -42,11 +42,13 @@ class Collector(Protocol):
         """Return the source's current samples. Raises Unsupported, AccessLost, RestartReader or the driver's error."""
 
 
-def replace_file(path: Path, text: str) -> None:
-    """Replace the content of a file atomically. Raises OSError, and then leaves the file as it was."""
+def replace_file(path: Path, text: str, mode: int | None = None) -> None:
+    """Replace the content of a file atomically, and set its mode if given. Raises OSError, and then changes nothing."""
     draft = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         draft.write_text(text)
+        if mode is not None:
+            draft.chmod(mode)
         draft.replace(path)
     except OSError:
         with suppress(OSError):

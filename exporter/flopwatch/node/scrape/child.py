@@ -45,11 +45,6 @@ class AnswerEncoder:
         return line
 
 
-def resident(statm: int, page: int = os.sysconf("SC_PAGE_SIZE")) -> int:
-    """Return the resident memory of this process in bytes. `statm` is its open /proc/self/statm: proc(5)."""
-    return int(os.pread(statm, 100, 0).split()[1]) * page
-
-
 def _end_with_stdin() -> None:
     """End this process after stdin is closed, even if the main thread hangs. Requests do not wake this thread."""
     closed = select.poll()
@@ -61,7 +56,7 @@ def _end_with_stdin() -> None:
 
 def _answer_requests(factory: str, arguments: Mapping[str, str], pipe: IO[bytes]) -> None:
     threading.Thread(target=_end_with_stdin, daemon=True).start()
-    statm = os.open("/proc/self/statm", os.O_RDONLY)
+    statm, page = os.open("/proc/self/statm", os.O_RDONLY), os.sysconf("SC_PAGE_SIZE")
     answers = AnswerEncoder()
     collector: Collector | None = None
     last_reason = ""
@@ -84,7 +79,8 @@ def _answer_requests(factory: str, arguments: Mapping[str, str], pipe: IO[bytes]
             if reason != last_reason:
                 log.exception("read failed")
         ended = time.monotonic()
-        header = {"duration": ended - started, "ended": ended, "at": time.time(), "resident": resident(statm)}
+        resident = int(os.pread(statm, 100, 0).split()[1]) * page  # bytes: proc(5)
+        header = {"duration": ended - started, "ended": ended, "at": time.time(), "resident": resident}
         failed = {"kind": kind, "reason": reason, "last": last} if kind else {}
         if samples or not kind:
             try:

@@ -69,6 +69,7 @@ class Embedded:
     """Ledger inside this exporter, and the source of its run families in /metrics."""
 
     name = "ledger"
+    pending = False  # records to send again
 
     def __init__(self, store: Store, outcomes: Outcomes, now: Callable[[], float] = time.time) -> None:
         self.store, self._outcomes, self._now = store, outcomes, now
@@ -121,24 +122,24 @@ class Remote:
         self._next: dict[tuple[str, str], float] = {}
         self._backoff = 0.0
         self._retry_at = 0.0
-        self._pending = self._spooled()
+        self.pending = self._spooled()
 
     def take(self, key: AttemptKey, records: list[Record], *, again: bool = False) -> bool:
         """Keep the newest records of an attempt until `flush` sends them, and return True.
 
         Final records, and all while the ledger is unreachable, are also on disk. `again`: only the evidence is new.
         """
-        *before, last = self._pending.get(key, records)
+        *before, last = self.pending.get(key, records)
         if again and last["t"] >= records[-1]["t"]:
             entries = evidence.joined(last.get("evidence", []), records[-1].get("evidence", []))
             records = [*before, {**last, "evidence": entries}]
-        self._pending[key] = records
+        self.pending[key] = records
         self._next.setdefault(key[:2], self._clock() + random.uniform(0, self._interval))
         if self._backoff > 0 or "status" in records[-1] or "gone" in records[-1]:
             self._write(key)
-        while len(self._pending) > MAX_PENDING:
-            oldest = next(iter(self._pending))
-            self._outcomes.add("refused", len(self._pending[oldest]), "the spool is full, the oldest is dropped")
+        while len(self.pending) > MAX_PENDING:
+            oldest = next(iter(self.pending))
+            self._outcomes.add("refused", len(self.pending[oldest]), "the spool is full, the oldest is dropped")
             self._forget(oldest)
         return True
 
@@ -148,7 +149,7 @@ class Remote:
         if clock < self._retry_at and not last:
             return
         runs: dict[tuple[str, str], list[AttemptKey]] = {}
-        for key in self._pending:
+        for key in self.pending:
             runs.setdefault(key[:2], []).append(key)
         for run in [run for run in self._next if run not in runs and self._next[run] < clock]:
             del self._next[run]
@@ -158,7 +159,7 @@ class Remote:
                 failed = failed or not self._send(keys, STOP_TIMEOUT if last else URL_TIMEOUT)
                 self._next[run] = clock + random.uniform(0.5, 1.5) * self._interval
             if failed:
-                for key in self._pending.keys() & keys:
+                for key in self.pending.keys() & keys:
                     self._write(key)
         if failed:
             self._backoff = min(URL_BACKOFF_MAX, max(self._interval, 2 * self._backoff))
@@ -166,7 +167,7 @@ class Remote:
 
     def _send(self, keys: list[AttemptKey], timeout: float) -> bool:
         """Send records. Return True if they were accepted or refused for good, False if they must be sent again."""
-        records = sorted((record for key in keys for record in self._pending[key]), key=lambda record: record["t"])
+        records = sorted((record for key in keys for record in self.pending[key]), key=lambda record: record["t"])
         try:
             status, body = self._post(json.dumps(records).encode(), timeout)
         except (OSError, ValueError) as error:
@@ -226,12 +227,12 @@ class Remote:
     def _write(self, key: AttemptKey) -> None:
         try:
             self._spool.mkdir(parents=True, exist_ok=True)
-            replace_file(self._path(key), json.dumps(self._pending[key]))
+            replace_file(self._path(key), json.dumps(self.pending[key]))
         except OSError as error:
             self._outcomes.add("failed", 0, f"the spool is not writable: {error}")
 
     def _forget(self, key: AttemptKey) -> None:
-        self._pending.pop(key, None)
+        self.pending.pop(key, None)
         try:
             self._path(key).unlink(missing_ok=True)
         except OSError as error:
@@ -268,12 +269,21 @@ class Forward:
     def stop(self) -> None:
         """Stop the thread once it has sent pending records, or after two seconds."""
         self._stopping.set()
+        self._telemetry.pushed.set()
         self._thread.join(timeout=2)
 
     def _loop(self) -> None:
-        while not self._stopping.wait(self._tick):
+        while not self._stopped():
             self._send_changes()
         self._send_changes(last=True)
+
+    def _stopped(self) -> bool:
+        """Wait for the next tick, or without ranks and records for a push. Return whether `stop` was called."""
+        if self._telemetry.summary() or (self._ledger is not None and self._ledger.pending):
+            return self._stopping.wait(self._tick)
+        self._telemetry.pushed.wait(SAVE_INTERVAL)
+        self._telemetry.pushed.clear()
+        return self._stopping.is_set()
 
     def _send_changes(self, *, last: bool = False) -> None:
         try:

@@ -106,6 +106,7 @@ class Telemetry:
         self._evidence_log = evidence_log if evidence_log is not None else EvidenceLog(now)
         self._gpus, self._clock, self._now = gpus, clock, now
         self._lock = threading.Lock()
+        self.pushed = threading.Event()  # set by every push
         self._attempts: dict[AttemptKey, _Attempt] = {}
         self._ended: dict[AttemptKey, _Ended] = {}
         self._admission = Admission(clock)
@@ -127,6 +128,7 @@ class Telemetry:
                 push = otlp.push(resource, host=self._settings.host, gpus=gpus, now=self._now())
                 with self._lock:
                     self._take(push)
+                self.pushed.set()
             except Refused as error:
                 refused += otlp.points(resource)
                 reason = reason or str(error)

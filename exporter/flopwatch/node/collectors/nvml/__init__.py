@@ -111,7 +111,7 @@ class Nvml:
         found: dict[str, dict[str, str]] = {}
         errors: dict[str, Exception] = {}
         waiting: list[int] = []
-        self._cost.begin(self._clock())
+        self._cost.seldom, self._cost.until = 0.0, self._clock() + self._cost.budget
         turns = [*range(self._first, count), *range(min(self._first, count))]
         for index in sorted(turns, key=lambda index: index in self._cards and self._cards[index].slow > 0):
             try:

@@ -69,10 +69,6 @@ class Cost:
     budget: float = BUDGET
     until: float = inf
 
-    def begin(self, now: float) -> None:
-        """Begin a read of all GPUs."""
-        self.seldom, self.until = 0.0, now + self.budget
-
     def spent(self, begun: float, now: float, seldom_table: bool) -> bool:
         """Return whether the seconds for a call are spent. `begun` is when the calls about its GPU began."""
         seldom = self.budget * SELDOM_TABLES_SHARE if seldom_table else inf

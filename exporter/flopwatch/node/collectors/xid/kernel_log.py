@@ -107,7 +107,7 @@ class KernelLog:
         pause = PAUSE
         while not self._closed.wait(pause):
             opened = self._open
-            if opened is not None and not _readable(opened.file, RETRY):
+            if opened is not None and not _readable(opened.file, 10 * RETRY):
                 continue
             with self._lock:
                 # `drain` opens a failed device again and reports the error. A socket is opened here as well.

@@ -21,8 +21,8 @@ XID = 0x8
 NOTICES = {0x4000: "unavailable", 0x8000: "recovery_action"}  # as in gpu_driver_events_total
 UNKNOWN_XID = 999
 
-WAIT_MILLISECONDS = 500
-HANGING = 10.0  # seconds after which a wait that has not returned hangs
+WAIT_MILLISECONDS = 10_000
+HANGING = 20.0  # seconds after which a wait that has not returned hangs
 FIRST_BACKOFF, MAX_BACKOFF = 1.0, 60.0
 MISSING_AGAIN = 60.0  # seconds between registrations of missing GPUs, after which a registration counts as good
 UNSUPPORTED_AGAIN = 3600.0  # seconds between registrations where no GPU has events, as in WSL and on virtual GPUs
@@ -97,10 +97,10 @@ class Watcher:
         return not self.registered and self._absent
 
     def close(self) -> None:
-        """Stop the thread, which releases the driver. Return after 1 s at most, because NVML may hang."""
+        """Stop the thread, which releases the driver unless it waits for an event."""
         self._stopped.set()
         if self._thread is not None:
-            self._thread.join(2 * WAIT_MILLISECONDS / 1000)
+            self._thread.join(0.1)  # not longer, because the end of this process releases the driver, too
 
     def _watch(self) -> None:
         nvml = self._nvml
