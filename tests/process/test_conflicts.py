@@ -134,7 +134,7 @@ def test_a_forged_push_changes_nothing_of_a_real_job(tmp_path: Path) -> None:
             position = "training_position_steps{run=lm,rank=0}"
             before = node.wait_until(lambda found: position in found and state(found) == "running")
             for forged in ({}, {"status": "completed"}, {"pid": os.getpid()}, {"attempt": "x", "status": "stopped"}):
-                node.push(training(999_999, 5, time.time(), start_unix=time.time() - 1, **forged))
+                node.push(training(999_999, 5, time.time(), start_unix=time.time() - 0.01, **forged))
             for _ in range(5):
                 time.sleep(0.2)
                 found = node.series()
