@@ -1,6 +1,6 @@
 """The exporter compared with Prometheus' node_exporter, in one run: CPU per scrape, latency, memory.
 
-    python bench/exporter.py [--scrapes 500]
+    python bench/exporter.py [--scrapes 500] [--minutes 10]
 
 InfiniBand alone: both read the same tree, nine ports copied from a captured H100 node (tests/captures/infiniband). The
 busy counters of this tree increase before every scrape. Both are scraped in turn, as Prometheus does, over a kept
@@ -9,6 +9,11 @@ that each side reads in one scrape are counted with inotify.
 
 A whole node: GPUs of the simulated driver, nine ports, and eight ranks that push what the hook sends every five
 seconds. The simulation of the node runs in this process, not in the exporter (bench/under_test.py).
+
+A host in production is scraped every 15 seconds, with cold caches, and pays for what an exporter does between scrapes,
+too. So the sides then run together for some minutes with one scrape per interval, while the eight ranks go on to push.
+The CPU time of an interval includes everything. Before that, without scrapes and pushes, the voluntary context switches
+of a side's threads are counted: its wake-ups.
 
 CPU is user and system time of all processes of a side, from /proc. Memory is the sum of their PSS (smaps_rollup).
 """
@@ -56,6 +61,7 @@ BUSY = (
     "hw_counters/out_of_sequence",
 )
 RANKS, PUSH_SECONDS = 8, 5.0
+INTERVAL, QUIET_SECONDS = 15.0, 30.0  # between two scrapes in production, and in which wake-ups are counted
 TICK = os.sysconf("SC_CLK_TCK")
 ACCEPT = {  # what Prometheus sends
     "Accept": "application/openmetrics-text;version=1.0.0;q=0.5,text/plain;version=0.0.4;q=0.2,*/*;q=0.1",
@@ -111,6 +117,15 @@ class Side:
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
             total += sum(map(int, fields[11:15]))
         return total / TICK
+
+    def wakeups(self) -> int:
+        """Return how often the threads of the exporter's processes have waited so far."""
+        total = 0
+        for pid in self.processes():
+            for status in Path(f"/proc/{pid}/task").glob("*/status"):
+                line = next(line for line in status.read_text().splitlines() if line.startswith("voluntary_ctxt"))
+                total += int(line.split()[1])
+        return total
 
     def resident(self) -> int:
         """Return the memory of the exporter's processes in bytes. Shared pages are divided among their users (PSS)."""
@@ -198,10 +213,9 @@ def ports(tree: Path) -> Callable[[], None]:
     return move
 
 
-def infiniband(scrapes: int, folder: Path) -> None:
-    """Compare flopwatch with node_exporter on InfiniBand alone, and print their rows."""
-    tree = folder / "sys"
-    move = ports(tree)
+@contextlib.contextmanager
+def both(tree: Path, folder: Path) -> Iterator[tuple[Side, Side]]:
+    """Run flopwatch's exporter and node_exporter, which read the same tree of InfiniBand ports."""
     port = free_port()
     # Go's own and the process's metrics off as well: nothing but InfiniBand.
     theirs = [
@@ -217,6 +231,14 @@ def infiniband(scrapes: int, folder: Path) -> None:
         serving("flopwatch, InfiniBand alone", {"sources": ["infiniband"], "sysfs": str(tree)}, folder) as ours,
         running("node_exporter", theirs, port) as peer,
     ):
+        yield ours, peer
+
+
+def infiniband(scrapes: int, folder: Path) -> None:
+    """Compare flopwatch with node_exporter on InfiniBand alone, and print their rows."""
+    tree = folder / "sys"
+    move = ports(tree)
+    with both(tree, folder) as (ours, peer):
         reads = Reads(tree)
         counted = {}
         for side in (ours, peer):
@@ -229,11 +251,11 @@ def infiniband(scrapes: int, folder: Path) -> None:
         measure((ours, peer), scrapes, move)
         print(ours.row(peer))
         print(peer.row())
-        both = len(counted[ours.name] & counted[peer.name])
+        common = len(counted[ours.name] & counted[peer.name])
         only = sorted({path.name for path in counted[peer.name] - counted[ours.name]})
         print(
-            f"  files read in one scrape: {both} by both; {len(counted[ours.name]) - both} only by flopwatch; "
-            f"{len(counted[peer.name]) - both} only by node_exporter ({', '.join(only)})"
+            f"  files read in one scrape: {common} by both; {len(counted[ours.name]) - common} only by flopwatch; "
+            f"{len(counted[peer.name]) - common} only by node_exporter ({', '.join(only)})"
         )
 
 
@@ -301,6 +323,52 @@ def whole_node(gpus: int, scrapes: int, folder: Path) -> None:
                 print(f"  {name}: {found} series")
 
 
+# As in production.
+
+
+def intervals(minutes: float, folder: Path) -> None:
+    """Measure the CPU time that exporters take in 15 s with one scrape, and print it with their idle wake-ups."""
+    from simulator.host import SimulatedNode
+
+    tree = folder / "sys"
+    move = ports(tree)
+    more_gpus(8)
+    node = SimulatedNode(folder / "node" / "state" / "simulated")
+    node.create()
+    bodies = pushes([node.uuid(gpu) for gpu in range(RANKS)])
+    options = {"gpus": 8, "otlp": free_port()}
+    with (
+        both(tree, folder) as (ours, peer),
+        serving(f"flopwatch, 8 GPUs, 9 ports, {RANKS} ranks", options, folder / "node") as whole,
+    ):
+        sides = (ours, peer, whole)
+        for side in sides * 3:
+            side.scrape(measured=False)
+        awake = [side.wakeups() for side in sides]
+        time.sleep(QUIET_SECONDS)
+        awake = [side.wakeups() - before for side, before in zip(sides, awake, strict=True)]
+        for body in bodies:
+            push(options["otlp"], body)
+        began, used = time.monotonic(), [side.used() for side in sides]
+        count = round(minutes * 60 / INTERVAL)
+        # One rank pushes at a time, and each side is scraped in turn, at its own time of the interval.
+        turns = round(INTERVAL / PUSH_SECONDS * RANKS)
+        scrapes = {turn * turns // len(sides): side for turn, side in enumerate(sides)}
+        for turn in range(count * turns):
+            time.sleep(max(0.0, began + turn * INTERVAL / turns - time.monotonic()))
+            push(options["otlp"], bodies[turn % RANKS])
+            if turn % turns in scrapes:
+                move()
+                node.tick(time.time())
+                scrapes[turn % turns].connection = None  # closed by the server since the last scrape
+                scrapes[turn % turns].scrape(measured=False)
+        time.sleep(max(0.0, began + count * INTERVAL - time.monotonic()))
+        print(f"{'one scrape in 15 s, all processes':<34} {'CPU':>12} {'wake-ups while nothing happens':>32}")
+        for side, before, wakeups in zip(sides, used, awake, strict=True):
+            cpu = (side.used() - before) / count
+            print(f"{side.name:<34} {cpu * 1e3:>9.2f} ms {wakeups / QUIET_SECONDS:>24.2f} per s")
+
+
 # Processes.
 
 
@@ -354,12 +422,14 @@ def main() -> int:
     """Measure and print the table. Return 1 if node_exporter cannot be found or fetched."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scrapes", type=int, default=500, help="of each side (default 500)")
+    parser.add_argument("--minutes", type=float, default=10.0, help="of one scrape in 15 s (default 10)")
     options = parser.parse_args()
     print(f"{'':<34} {'series':>7} {'CPU/scrape':>12} {'p50':>12} {'p99':>12} {'PSS':>13}")
     runs: tuple[Callable[[Path], None], ...] = (
         lambda folder: infiniband(options.scrapes, folder),
         lambda folder: whole_node(8, options.scrapes, folder),
         lambda folder: whole_node(16, options.scrapes, folder),
+        lambda folder: intervals(options.minutes, folder),
     )
     try:
         for run in runs:
