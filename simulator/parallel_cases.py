@@ -1,0 +1,151 @@
+"""Cases of jobs with parallel groups, from a seed, and the truth that a verdict on each must find.
+
+Each case gives the disturbance of every step. Computation has noise of 2 % in all of them. The two late ranks of a case
+are in different tensor parallel groups.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+from simulator.parallel_step import MICROBATCHES, Communicator, Disturbance, Layout, Step, step
+
+NOISE = 0.02  # standard deviation of the computation in a part of a pass, as a share
+LATE = (1.15, 1.25, 1.5)  # factors on the computation of late ranks
+SLOW_LINK, SLOW_LEAF = 12.0, 4.0  # factors on transfers
+STORAGE_SHARE, STORAGE_FACTOR = 0.1, 2.0  # of ranks that wait for storage in a step, and factor on their computation
+
+LAYOUTS = {
+    "tp4pp2dp2": Layout(tp=4, pp=2, dp=2),
+    "tp2pp4dp2": Layout(tp=2, pp=4, dp=2),
+    "pp4dp4": Layout(pp=4, dp=4),
+    "dp16": Layout(dp=16),
+    "ep4dp8": Layout(dp=8, ep=4),
+    "tp2cp2dp2": Layout(tp=2, cp=2, dp=2),
+}
+PIPELINES = ("tp4pp2dp2", "tp2pp4dp2", "pp4dp4")
+GROUPED = {"tp": ("tp4pp2dp2", "tp2pp4dp2"), "pp": PIPELINES, "ep": ("ep4dp8",), "cp": ("tp2cp2dp2",), "dp": ("dp16",)}
+
+
+@dataclass(frozen=True)
+class ParallelCase:
+    """A job's layout, its disturbance by step, and the truth: what is wrong, with which ranks and communicator.
+
+    The verdicts: none, rank, group (all ranks of a stage in one replica), stage (in all replicas), link, communication,
+    storage and missing. A verdict must name `ranks`, and no other rank.
+    """
+
+    kind: str
+    layout: Layout
+    disturbance: Callable[[random.Random], Disturbance]
+    verdict: str
+    ranks: frozenset[int] = frozenset()
+    communicator: Communicator | None = None
+
+    def steps(self, seed: str, count: int) -> Iterator[Step]:
+        """Yield `count` steps. The same seed gives the same steps."""
+        rng = random.Random(seed)
+        for _ in range(count):
+            yield step(self.layout, self.disturbance(rng))
+
+
+def _noisy(disturbance: Disturbance) -> Callable[[random.Random], Disturbance]:
+    """Return a function that returns the disturbance of a step, with noise."""
+    return lambda rng: replace(disturbance, noise=lambda: max(0.5, rng.gauss(1.0, NOISE)))
+
+
+def _storage(rng: random.Random, size: int) -> Disturbance:
+    waiting = {rank: STORAGE_FACTOR for rank in range(size) if rng.random() < STORAGE_SHARE}
+    return _noisy(Disturbance(slow=waiting))(rng)
+
+
+def _late(rng: random.Random, kind: str) -> ParallelCase:
+    layout = LAYOUTS[rng.choice(GROUPED[kind])]
+    group = rng.choice(list(layout.communicators(kind)))
+    rank = rng.choice(group.ranks)
+    return ParallelCase(
+        f"late in {kind}", layout, _noisy(Disturbance(slow={rank: rng.choice(LATE)})), "rank", frozenset({rank})
+    )
+
+
+def _missing(rng: random.Random, kind: str) -> ParallelCase:
+    layout = LAYOUTS[rng.choice(GROUPED[kind])]
+    group = rng.choice(list(layout.communicators(kind)))
+    rank = rng.choice(group.ranks)
+    stops = {rank: rng.randrange(1, 2 * MICROBATCHES)}
+    return ParallelCase(
+        f"missing in {kind}", layout, _noisy(Disturbance(stops=stops)), "missing", frozenset({rank}), communicator=group
+    )
+
+
+def _two_late(rng: random.Random) -> ParallelCase:
+    layout = LAYOUTS["tp4pp2dp2"]
+    groups = rng.sample(list(layout.communicators("tp")), 2)
+    slow = {rng.choice(group.ranks): 1.3 for group in groups}
+    return ParallelCase("two late", layout, _noisy(Disturbance(slow=slow)), "rank", frozenset(slow))
+
+
+def _uneven(rng: random.Random) -> ParallelCase:
+    layout = LAYOUTS[rng.choice(PIPELINES)]
+    slow = dict.fromkeys(layout.stage(rng.randrange(layout.pp)), rng.choice(LATE))
+    return ParallelCase("uneven pipeline", layout, _noisy(Disturbance(slow=slow)), "stage", frozenset(slow))
+
+
+def _slow_stage(rng: random.Random) -> ParallelCase:
+    layout = LAYOUTS[rng.choice(PIPELINES)]
+    dp, pp = rng.randrange(layout.dp), rng.randrange(layout.pp)
+    slow = {layout.rank(tp, cp, dp, pp): 1.25 for tp in range(layout.tp) for cp in range(layout.cp)}
+    return ParallelCase("slow stage", layout, _noisy(Disturbance(slow=slow)), "group", frozenset(slow))
+
+
+def _slow_link(rng: random.Random) -> ParallelCase:
+    layout = LAYOUTS[rng.choice(PIPELINES)]
+    group = rng.choice(list(layout.communicators("pp")))
+    first = rng.randrange(len(group.ranks) - 1)
+    pair = frozenset(group.ranks[first : first + 2])
+    return ParallelCase(
+        "slow link", layout, _noisy(Disturbance(links={pair: SLOW_LINK})), "link", pair, communicator=group
+    )
+
+
+def _leaf(rng: random.Random) -> ParallelCase:
+    layout = LAYOUTS[rng.choice(list(LAYOUTS))]
+    inside = set(range(layout.size // 2)) if rng.random() < 0.5 else set(range(layout.size // 2, layout.size))
+    links = {
+        frozenset((one, other)): SLOW_LEAF
+        for one in inside
+        for other in range(layout.size)
+        if one < other or other not in inside
+        if one != other
+    }
+    return ParallelCase("whole leaf", layout, _noisy(Disturbance(links=links)), "communication")
+
+
+def _storage_jitter(rng: random.Random) -> ParallelCase:
+    layout = LAYOUTS[rng.choice(list(LAYOUTS))]
+    return ParallelCase("storage jitter", layout, partial(_storage, size=layout.size), "storage")
+
+
+def _healthy(rng: random.Random) -> ParallelCase:
+    return ParallelCase("healthy", LAYOUTS[rng.choice(list(LAYOUTS))], _noisy(Disturbance()), "none")
+
+
+KINDS: dict[str, Callable[[random.Random], ParallelCase]] = {
+    "healthy": _healthy,
+    **{f"late in {kind}": partial(_late, kind=kind) for kind in GROUPED},
+    "two late": _two_late,
+    "uneven pipeline": _uneven,
+    "slow stage": _slow_stage,
+    **{f"missing in {kind}": partial(_missing, kind=kind) for kind in GROUPED},
+    "slow link": _slow_link,
+    "whole leaf": _leaf,
+    "storage jitter": _storage_jitter,
+}
+
+
+def case(kind: str, seed: int) -> ParallelCase:
+    """Return a case of a kind, one of KINDS. The same seed gives the same case."""
+    return KINDS[kind](random.Random(f"{kind} {seed}"))
