@@ -7,7 +7,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 PATIENCE = 120.0  # seconds after which what a test waits for never comes
 
@@ -50,12 +50,16 @@ def reserve() -> socket.socket:
     """Return a socket that reserves a port of loopback without listening, for a caller that needs this port.
 
     A server that sets SO_REUSEADDR, as they do, can listen there although it is bound here; no other process is given
-    the port as a free one.
+    the port as a free one. Nor is it the port of a client on another address, where a server of all addresses fails.
     """
+    from demo.stack import free_ports  # its imports are slow, and few callers of this file need them
+
     held = socket.socket()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    held.bind(("127.0.0.1", 0))
-    return held
+    while True:
+        with suppress(OSError):  # taken since then
+            held.bind(("127.0.0.1", *free_ports(1)))
+            return held
 
 
 @contextmanager
