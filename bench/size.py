@@ -113,12 +113,16 @@ def source(folder: Path) -> Iterator[PageSource]:
 
 
 def _is_complete(pages_of: PageSource) -> bool:
-    """Return whether the exporter and the ledger serve the families that are the last to appear after a start."""
-    last = ("training_committed_steps", "gpu_utilization_ratio", "infiniband_info", "host_process_blocked_seconds")
+    """Return whether the exporter and the ledger serve the series that are the last to appear after a start."""
+    last = ("training_committed_steps", "gpu_utilization_ratio", "infiniband_info")
     try:
         page = fetch(pages_of.exporter).decode()
-        return all(f"\n{name}{{" in page for name in last) and (
-            "\nrun_committed_steps{" in fetch(pages_of.ledger).decode()
+        # The exporter finds the processes of ranks within a second after their first push.
+        located = set(re.findall(r'^host_process_blocked_seconds\{.*rank="(\d+)"', page, re.MULTILINE))
+        return (
+            len(located) == GPUS
+            and all(f"\n{name}{{" in page for name in last)
+            and "\nrun_committed_steps{" in fetch(pages_of.ledger).decode()
         )
     except OSError:
         return False
