@@ -109,21 +109,24 @@ class NodeFolder:
 
 
 class JsonFile:
-    """Reader of a JSON file that another process replaces. `defaults` completes it, `version` changes with the file."""
+    """Reader of a JSON file that another process replaces. `defaults` completes it.
+
+    `last` is what the last read returned, `version` changes with the file.
+    """
 
     def __init__(self, path: Path, defaults: Mapping[str, Any] = MappingProxyType({})) -> None:
         self._path = str(path)
         self._defaults = defaults
         self.version: tuple[int, int] | None = None
-        self._value: dict[str, Any] = {}
+        self.last: dict[str, Any] = {}
 
     def read(self) -> dict[str, Any]:
         """Return the current content of the file. Parses it only if it changed."""
         status = os.stat(self._path)
         version = (status.st_ino, status.st_mtime_ns)
         if version != self.version:
-            self._value, self.version = {**self._defaults, **json.loads(Path(self._path).read_bytes())}, version
-        return self._value
+            self.last, self.version = {**self._defaults, **json.loads(Path(self._path).read_bytes())}, version
+        return self.last
 
 
 def write_in_place(path: str | Path, content: str) -> None:

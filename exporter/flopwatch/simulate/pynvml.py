@@ -114,6 +114,7 @@ class Simulation:
         self._lost: set[int] = set()
         self._resets: dict[str, int] = {}
         self._numbers: dict[int, tuple[object, dict[Key, int]]] = {}
+        self._links: dict[int, tuple[object, dict[Key, int]]] = {}
         self._last_sample = 0
 
     def __getattr__(self, name: str) -> Any:
@@ -136,12 +137,12 @@ class Simulation:
         return gpu
 
     def _fault(self, kind: str, handle: Handle, default: Any) -> Any:
-        return self.faults.read()[kind].get(str(handle.index), default)
+        return self.faults.last[kind].get(str(handle.index), default)
 
     @property
     def lies(self) -> Mapping[str, Any]:
         """Return the names of the lies that are switched on."""
-        switched: Mapping[str, Any] = self.faults.read()["lies"]
+        switched: Mapping[str, Any] = self.faults.last["lies"]
         return switched
 
     def profiles(self, handle: Handle) -> list[str]:
@@ -161,7 +162,7 @@ class Simulation:
 
     @call
     def nvmlInit(self) -> None:
-        faults = self.faults.read()
+        faults = self.faults.last
         if "slow_init" in self.lies:
             self.sleep(lies.INIT_SECONDS)
         self.initialized = True
@@ -275,7 +276,9 @@ class Simulation:
 
     def link_numbers(self, handle: Handle, busy: float, faults: Mapping[str, Any]) -> dict[Key, int]:
         """Return a GPU's NVLink fields by (field id, link), after so many seconds at full load (`busy`)."""
-        return nvml_fields.of_links(handle.index, busy, faults)
+        if handle.index not in self._links or self._links[handle.index][0] != self.faults.version:
+            self._links[handle.index] = self.faults.version, nvml_fields.of_links(handle.index, faults)
+        return self._links[handle.index][1] | nvml_fields.traffic_of_links(busy)
 
     @call
     def nvmlDeviceGetFieldValues(self, handle: Handle, field_ids: Sequence[int | Key]) -> Any:
