@@ -109,10 +109,7 @@ class NodeFolder:
 
 
 class JsonFile:
-    """Reader of a JSON file that another process replaces. `defaults` completes it.
-
-    `last` is what the last read returned, `version` changes with the file.
-    """
+    """Reader of a JSON file that another process replaces. `defaults` completes it, `version` changes with the file."""
 
     def __init__(self, path: Path, defaults: Mapping[str, Any] = MappingProxyType({})) -> None:
         self._path = str(path)

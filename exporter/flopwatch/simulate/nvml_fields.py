@@ -45,18 +45,13 @@ def numbers(index: int, gpu: Mapping[str, Any], faults: Mapping[str, Any]) -> di
     return {(field, 0): value for field, value in values.items()}
 
 
-def traffic_of_links(busy: float) -> dict[Key, int]:
-    """Return the bytes over all NVLinks of a GPU, in KiB by (field id, scope), after `busy` seconds at full load."""
-    kibibytes = int(busy * h100.NVLINK_RATE / 1024)
-    data, raw = dict.fromkeys((138, 139), kibibytes), dict.fromkeys((140, 141), kibibytes * 17 // 16)
-    return {(field, ALL_LINKS): number for field, number in (data | raw).items()}  # a header per 256 bytes
-
-
-def of_links(index: int, faults: Mapping[str, Any]) -> dict[Key, int]:
-    """Return the states, speeds and errors of a GPU's NVLinks by (field id, link)."""
+def of_links(index: int, busy: float, faults: Mapping[str, Any]) -> dict[Key, int]:
+    """Return a GPU's NVLink fields by (field id, link), after so many seconds at full load (`busy`)."""
     key = str(index)
     down, errors = faults["nvlink_down"].get(key, []), faults["nvlink_errors"].get(key, {})
-    fields = {(91, 0): h100.NVLINKS}
+    kibibytes = int(busy * h100.NVLINK_RATE / 1024)
+    fields = {(91, 0): h100.NVLINKS, (138, ALL_LINKS): kibibytes, (139, ALL_LINKS): kibibytes}
+    fields |= {(field, ALL_LINKS): kibibytes * 17 // 16 for field in (140, 141)}  # a header per 256 bytes
     for link in range(h100.NVLINKS):
         up = link not in down
         fields[165, link], fields[166, link] = int(up), real.NVML_NVLINK_VERSION_4_0

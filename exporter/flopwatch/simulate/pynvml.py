@@ -114,7 +114,6 @@ class Simulation:
         self._lost: set[int] = set()
         self._resets: dict[str, int] = {}
         self._numbers: dict[int, tuple[object, dict[Key, int]]] = {}
-        self._links: dict[int, tuple[object, dict[Key, int]]] = {}
         self._last_sample = 0
 
     def __getattr__(self, name: str) -> Any:
@@ -276,9 +275,7 @@ class Simulation:
 
     def link_numbers(self, handle: Handle, busy: float, faults: Mapping[str, Any]) -> dict[Key, int]:
         """Return a GPU's NVLink fields by (field id, link), after so many seconds at full load (`busy`)."""
-        if handle.index not in self._links or self._links[handle.index][0] != self.faults.version:
-            self._links[handle.index] = self.faults.version, nvml_fields.of_links(handle.index, faults)
-        return self._links[handle.index][1] | nvml_fields.traffic_of_links(busy)
+        return nvml_fields.of_links(handle.index, busy, faults)
 
     @call
     def nvmlDeviceGetFieldValues(self, handle: Handle, field_ids: Sequence[int | Key]) -> Any:
