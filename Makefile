@@ -78,7 +78,7 @@ versions: $(VENV)/.dev $(NODE)  ## rules, pages, reports and boards on the oldes
 
 simulate: $(VENV)/.dev  ## compare the ledger and the alerts with a simulated truth, 54 days of 16,384 GPUs; SEED=2 for another history
 	@$(BIN)/flopwatch simulate --scenario llama3 --seed $(or $(SEED),1)
-	@promtool=$$($(BIN)/python -m demo.servers | sed -n 's/^promtool: //p'); for scenario in stragglers hangs; do \
+	@promtool=$$($(BIN)/python -m demo.servers | sed -n 's/^promtool: //p'); for scenario in stragglers hangs parallel; do \
 		$(BIN)/flopwatch simulate --scenario $$scenario --seed $(or $(SEED),1) --promtool "$$promtool" || exit; done
 	@FLOPWATCH_REHEARSE=1 FLOPWATCH_SEEDS=3 $(BIN)/python -m pytest -s tests/rules/test_incidents.py tests/e2e/test_slow_ranks.py
 

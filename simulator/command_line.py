@@ -11,6 +11,7 @@ from typing import TextIO
 
 from flopwatch.settings import SettingsError
 
+PARALLEL = "parallel"  # scenario of jobs with parallel groups
 DESCRIPTION = "Simulate a fleet with faults in virtual time and compare the ledger's figures with the truth"
 
 
@@ -22,7 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="llama3",
         metavar="NAME",
         help="llama3 (default), crash_loop, leaf_failure, rolling_maintenance, slowdowns or healthy. stragglers and "
-        "hangs test the alert rules on small jobs with each kind of straggler or hang",
+        "hangs test the alert rules on small jobs with each kind of straggler or hang, and parallel the verdicts on "
+        "jobs with tensor, context, expert, data and pipeline parallelism",
     )
     add("--days", type=_positive, metavar="N", help="length of the simulation (default: the scenario's)")
     add("--gpus", type=int, metavar="N", help="GPUs of the job, in nodes of 8 (default: the scenario's)")
@@ -53,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=50,
         metavar="N",
-        help="stragglers and hangs: jobs of each kind, with seeds from --seed on (default 50)",
+        help="stragglers, hangs and parallel: jobs of each kind, with seeds from --seed on (default 50)",
     )
     add(
         "--rules",
@@ -74,17 +76,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run the chosen scenario, print its comparison with the truth and return the exit status.
 
-    The status is 1 if a value of the ledger differs from the truth by more than 1 %. It is also 1 if the alert rules
-    name a wrong rank or host, or explain too few jobs of a kind. Raises SettingsError for a wrong flag.
+    The status is 1 if a value of the ledger differs from the truth by more than 1 %. It is also 1 if the alert rules or
+    the verdicts name a wrong rank or host, or explain too few jobs of a kind. Raises SettingsError for a wrong flag.
     """
     from simulator import kinds, output
     from simulator.faults import script
     from simulator.scenarios import SCENARIOS, simulate
 
-    if options.scenario in kinds.SCENARIOS:
+    if options.scenario in (*kinds.SCENARIOS, PARALLEL):
         return _run_verdicts(options)
     if options.scenario not in SCENARIOS:
-        raise SettingsError(f"--scenario {options.scenario}: there are {', '.join((*SCENARIOS, *kinds.SCENARIOS))}")
+        known = ", ".join((*SCENARIOS, *kinds.SCENARIOS, PARALLEL))
+        raise SettingsError(f"--scenario {options.scenario}: there are {known}")
     scenario = SCENARIOS[options.scenario].sized(options.days, options.gpus)
     faults = script(options.faults) if options.faults is not None else None
     with ExitStack() as files:
@@ -104,7 +107,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run_verdicts(options: argparse.Namespace) -> int:
-    from simulator import verdicts
+    from simulator import parallel_judge, verdicts
 
     names = ("days", "gpus", "faults", "every", "history", "metrics")
     excess = [f"--{name}" for name in names if getattr(options, name) is not None]
@@ -114,6 +117,10 @@ def _run_verdicts(options: argparse.Namespace) -> int:
         )
     if options.seeds < 1:
         raise SettingsError(f"--seeds {options.seeds}: write a number of at least 1")
+    if options.scenario == PARALLEL:
+        rows = parallel_judge.evaluate(options.seeds, options.seed)
+        print(json.dumps(parallel_judge.to_json(rows), indent=2) if options.json else parallel_judge.table(rows))
+        return 1 if any(row.misnamed or row.right < verdicts.MIN_RIGHT * len(row.outcomes) for row in rows) else 0
     result = verdicts.evaluate(options.scenario, options.seeds, options.seed, options.rules, options.promtool)
     if options.json:
         print(json.dumps(verdicts.to_json(result), indent=2))

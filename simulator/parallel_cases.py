@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
-from simulator.parallel_step import MICROBATCHES, Communicator, Disturbance, Layout, Step, step
+from simulator.parallel_step import MICROBATCHES, Disturbance, Layout, Step, step
+from simulator.verdict.waits import Communicator
 
 NOISE = 0.02  # standard deviation of the computation in a part of a pass, as a share
 LATE = (1.15, 1.25, 1.5)  # factors on the computation of late ranks
@@ -25,9 +26,16 @@ LAYOUTS = {
     "dp16": Layout(dp=16),
     "ep4dp8": Layout(dp=8, ep=4),
     "tp2cp2dp2": Layout(tp=2, cp=2, dp=2),
+    "cp4dp2": Layout(cp=4, dp=2),
 }
 PIPELINES = ("tp4pp2dp2", "tp2pp4dp2", "pp4dp4")
-GROUPED = {"tp": ("tp4pp2dp2", "tp2pp4dp2"), "pp": PIPELINES, "ep": ("ep4dp8",), "cp": ("tp2cp2dp2",), "dp": ("dp16",)}
+GROUPED = {
+    "tp": ("tp4pp2dp2", "tp2pp4dp2"),
+    "pp": PIPELINES,
+    "ep": ("ep4dp8",),
+    "cp": ("tp2cp2dp2", "cp4dp2"),
+    "dp": ("dp16",),
+}
 
 
 @dataclass(frozen=True)
@@ -35,7 +43,8 @@ class ParallelCase:
     """A job's layout, its disturbance by step, and the truth: what is wrong, with which ranks and communicator.
 
     The verdicts: none, rank, group (all ranks of a stage in one replica), stage (in all replicas), link, communication,
-    storage and missing. A verdict must name `ranks`, and no other rank.
+    imbalance and missing. A verdict must name `ranks`, and no other rank. The communicator of a late or missing rank is
+    the finest one with collectives that it is in, because its peers there wait for it first.
     """
 
     kind: str
@@ -66,9 +75,8 @@ def _late(rng: random.Random, kind: str) -> ParallelCase:
     layout = LAYOUTS[rng.choice(GROUPED[kind])]
     group = rng.choice(list(layout.communicators(kind)))
     rank = rng.choice(group.ranks)
-    return ParallelCase(
-        f"late in {kind}", layout, _noisy(Disturbance(slow={rank: rng.choice(LATE)})), "rank", frozenset({rank})
-    )
+    slow = _noisy(Disturbance(slow={rank: rng.choice(LATE)}))
+    return ParallelCase(f"late in {kind}", layout, slow, "rank", frozenset({rank}), layout.finest(rank))
 
 
 def _missing(rng: random.Random, kind: str) -> ParallelCase:
@@ -76,9 +84,8 @@ def _missing(rng: random.Random, kind: str) -> ParallelCase:
     group = rng.choice(list(layout.communicators(kind)))
     rank = rng.choice(group.ranks)
     stops = {rank: rng.randrange(1, 2 * MICROBATCHES)}
-    return ParallelCase(
-        f"missing in {kind}", layout, _noisy(Disturbance(stops=stops)), "missing", frozenset({rank}), communicator=group
-    )
+    stopped = _noisy(Disturbance(stops=stops))
+    return ParallelCase(f"missing in {kind}", layout, stopped, "missing", frozenset({rank}), layout.finest(rank))
 
 
 def _two_late(rng: random.Random) -> ParallelCase:
@@ -98,14 +105,14 @@ def _slow_stage(rng: random.Random) -> ParallelCase:
     layout = LAYOUTS[rng.choice(PIPELINES)]
     dp, pp = rng.randrange(layout.dp), rng.randrange(layout.pp)
     slow = {layout.rank(tp, cp, dp, pp): 1.25 for tp in range(layout.tp) for cp in range(layout.cp)}
-    return ParallelCase("slow stage", layout, _noisy(Disturbance(slow=slow)), "group", frozenset(slow))
+    verdict = "group" if len(slow) > 1 else "rank"
+    return ParallelCase("slow stage", layout, _noisy(Disturbance(slow=slow)), verdict, frozenset(slow))
 
 
 def _slow_link(rng: random.Random) -> ParallelCase:
     layout = LAYOUTS[rng.choice(PIPELINES)]
     group = rng.choice(list(layout.communicators("pp")))
-    first = rng.randrange(len(group.ranks) - 1)
-    pair = frozenset(group.ranks[first : first + 2])
+    pair = frozenset(group.ranks)
     return ParallelCase(
         "slow link", layout, _noisy(Disturbance(links={pair: SLOW_LINK})), "link", pair, communicator=group
     )
@@ -126,11 +133,16 @@ def _leaf(rng: random.Random) -> ParallelCase:
 
 def _storage_jitter(rng: random.Random) -> ParallelCase:
     layout = LAYOUTS[rng.choice(list(LAYOUTS))]
-    return ParallelCase("storage jitter", layout, partial(_storage, size=layout.size), "storage")
+    return ParallelCase("storage jitter", layout, partial(_storage, size=layout.size), "imbalance")
 
 
 def _healthy(rng: random.Random) -> ParallelCase:
-    return ParallelCase("healthy", LAYOUTS[rng.choice(list(LAYOUTS))], _noisy(Disturbance()), "none")
+    return healthy(LAYOUTS[rng.choice(list(LAYOUTS))])
+
+
+def healthy(layout: Layout) -> ParallelCase:
+    """Return the case of a job in which nothing is wrong."""
+    return ParallelCase("healthy", layout, _noisy(Disturbance()), "none")
 
 
 KINDS: dict[str, Callable[[random.Random], ParallelCase]] = {

@@ -6,7 +6,8 @@ rank sends to the next stage without waiting, and waits to receive. The data par
 of the step. Communication does not overlap with computation.
 
 The wait of a rank in an operation is what NCCL's kernel takes there: until the last rank arrives, plus the transfer. A
-rank that stops makes others wait for ever. Sequence numbers count the collectives that a rank has called by then.
+rank that stops makes others wait for ever. A stage that ends its step early waits for the next step's first microbatch,
+which counts as a wait of this step. Sequence numbers count the collectives that a rank has called by then.
 """
 
 from __future__ import annotations
@@ -14,19 +15,15 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from math import inf, isfinite
 from typing import NamedTuple
+
+from simulator.verdict.waits import Communicator
 
 MICROBATCHES, PARTS = 4, 4  # of a step, and of a pass
 FORWARD, BACKWARD = 0.010, 0.020  # seconds of computation in a pass of one microbatch
 TRANSFER = {"tp": 0.0005, "cp": 0.001, "ep": 0.001, "pp": 0.001, "dp": 0.008}  # seconds
-
-
-class Communicator(NamedTuple):
-    """Group of ranks that communicate: its kind (tp, cp, ep, pp or dp) and its ranks, sorted."""
-
-    kind: str
-    ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -56,8 +53,14 @@ class Layout:
         """Return the ranks of a pipeline stage."""
         return range(self.rank(0, 0, 0, pp), self.rank(0, 0, 0, pp + 1))
 
+    def finest(self, rank: int) -> Communicator:
+        """Return the finest communicator with collectives that a rank is in."""
+        return next(
+            group for kind in ("tp", "cp", "ep", "dp") for group in self.communicators(kind) if rank in group.ranks
+        )
+
     def communicators(self, kind: str) -> Iterator[Communicator]:
-        """Yield the communicators of a kind that have more than one rank."""
+        """Yield the communicators of a kind with several ranks. A pipeline has one for each two neighbours."""
         sizes = {"tp": self.tp, "cp": self.cp, "dp": self.dp, "pp": self.pp}
         members: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
         for rank in range(self.size):
@@ -66,7 +69,9 @@ class Layout:
                 place[name], rest = rest % size, rest // size
             key = [value for name, value in place.items() if name != ("dp" if kind == "ep" else kind)]
             members[(*key, place["dp"] // self.ep if kind == "ep" else 0)].append(rank)
-        return (Communicator(kind, tuple(ranks)) for ranks in members.values() if len(ranks) > 1)
+        for ranks in members.values():
+            pairs = pairwise(ranks) if kind == "pp" else [tuple(ranks)] if len(ranks) > 1 else []
+            yield from (Communicator(kind, pair) for pair in pairs)
 
 
 @dataclass(frozen=True)
@@ -84,12 +89,16 @@ class Disturbance:
 
 @dataclass
 class Step:
-    """Result of a step: seconds, waits in seconds by rank and communicator, and sequence numbers by the same."""
+    """Result of a step: seconds, waits in seconds by rank and communicator, and sequence numbers by the same.
+
+    `waits_in` has the communicator in which a rank waits for ever.
+    """
 
     seconds: float
     waits: defaultdict[tuple[int, Communicator], float]
     sequence: defaultdict[tuple[int, Communicator], int]
     received: defaultdict[tuple[int, str], float]  # seconds of receives by rank and direction, forward or backward
+    waits_in: dict[int, Communicator]
 
 
 class _Pass(NamedTuple):
@@ -118,9 +127,8 @@ class _Simulation:
         self._now = [0.0] * layout.size
         self._passes = [0] * layout.size
         self._sent: dict[_Pass, list[float]] = {}
-        self._result = Step(0.0, defaultdict(float), defaultdict(int), defaultdict(float))
+        self._result = Step(0.0, defaultdict(float), defaultdict(int), defaultdict(float), {})
         self._groups = {kind: list(layout.communicators(kind)) for kind in TRANSFER}
-        self._pipes = {rank: group for group in self._groups["pp"] for rank in group.ranks}
 
     def run(self) -> Step:
         stages = self._layout.pp
@@ -130,7 +138,9 @@ class _Simulation:
                 while queue and self._ready(stage, *queue[0], stages):
                     self._pass(_Pass(stage, *queue.pop(0)))
         self._meet(self._groups["dp"], range(self._layout.size))
-        self._result.seconds = max(self._now)
+        end = self._result.seconds = max(self._now)
+        for pair in self._groups["pp"] if isfinite(end) else ():
+            self._result.waits[pair.ranks[1], pair] += end - self._now[pair.ranks[1]]
         return self._result
 
     def _ready(self, stage: int, direction: str, microbatch: int, stages: int) -> bool:
@@ -166,7 +176,7 @@ class _Simulation:
         for rank, other, sent in zip(ranks, others, self._sent[source], strict=True):
             transfer = TRANSFER["pp"] * self._disturbance.links.get(frozenset((rank, other)), 1.0)
             end = max(self._now[rank], sent) + transfer
-            self._wait(rank, self._pipes[rank], end)
+            self._wait(rank, Communicator("pp", (min(rank, other), max(rank, other))), end)
             if isfinite(end):
                 self._result.received[rank, one.direction] += end - self._now[rank]
             self._now[rank] = end
@@ -189,3 +199,5 @@ class _Simulation:
             self._result.sequence[rank, group] += 1
         if isfinite(end):
             self._result.waits[rank, group] += end - self._now[rank]
+        elif isfinite(self._now[rank]):
+            self._result.waits_in[rank] = group

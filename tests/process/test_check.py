@@ -207,6 +207,7 @@ def test_a_shape_that_another_user_learnt_is_not_expected_and_logged(
                 load(file, tmp_path)
 
 
+@pytest.mark.long
 def test_a_bad_or_empty_node_is_not_learnt_unless_forced(tmp_path: Path) -> None:
     shape = tmp_path / "shape.json"
     with exporter(BROKEN) as url:
@@ -268,6 +269,7 @@ def test_an_exporter_that_cannot_be_read_is_unknown_and_never_bad(tmp_path: Path
         assert json.loads(flopwatch("--url", failing, "--json")[1])["verdict"] == "unknown"
 
 
+@pytest.mark.long
 def test_without_an_exporter_the_hardware_is_read(tmp_path: Path) -> None:
     simulated = ("--simulate", "h100x8", "--state", tmp_path)
     assert flopwatch(*simulated, "--record")[0] == 0
@@ -287,6 +289,7 @@ def test_without_an_exporter_the_hardware_is_read(tmp_path: Path) -> None:
     assert report["reasons"][1]["what_to_do"] == "reboot the host"
 
 
+@pytest.mark.long
 def test_a_look_at_the_hardware_writes_nothing_into_the_exporters_state(tmp_path: Path) -> None:
     node = SimulatedNode(tmp_path / "state" / "simulated")
     node.root.parent.mkdir()
@@ -356,6 +359,7 @@ def test_a_machine_without_room_for_a_copy_of_the_state_cannot_be_judged(tmp_pat
     )
 
 
+@pytest.mark.long
 def test_a_driver_that_hangs_is_unknown_within_the_deadline(tmp_path: Path) -> None:
     simulated = ("--simulate", "h100x8", "--state", tmp_path)
     assert flopwatch(*simulated, "--record")[0] == 0
@@ -532,6 +536,7 @@ def test_without_flopwatch_or_scontrol_nothing_happens(slurm: Slurm) -> None:
     assert slurm.run("flopwatch-healthcheck.sh") == slurm.run("flopwatch-prolog.sh") == (0, [])
 
 
+@pytest.mark.long
 def test_the_real_check_drains_a_node_that_lost_a_gpu(slurm: Slurm, tmp_path: Path) -> None:
     with exporter(BROKEN) as url:
         slurm.script("flopwatch", f'exec env PYTHONPATH={ROOT}/exporter {sys.executable} -m flopwatch "$@" --url {url}')

@@ -166,6 +166,7 @@ def test_a_simulated_node_is_served_whole(tmp_path: Path) -> None:
         assert "<td>nvml</td><td>ok</td>" in node.get("/")
 
 
+@pytest.mark.long
 def test_a_rank_may_claim_only_a_gpu_of_the_node(tmp_path: Path) -> None:
     with exporter(tmp_path / "state", "--simulate", "h100x8") as node:
         node.wait_for("flopwatch_collector_success{collector=nvml}", 1)
@@ -249,6 +250,7 @@ def test_no_infiniband_count_falls_over_real_restarts_clears_and_boots(tmp_path:
             assert node.end() == 0
 
 
+@pytest.mark.long
 def test_two_exporters_on_one_state_folder_warn_and_serve(tmp_path: Path) -> None:
     SimulatedNode(tmp_path).create()
     flags = ("--sysfs", tmp_path / "sys", "--kmsg", tmp_path / "kmsg")
@@ -258,6 +260,7 @@ def test_two_exporters_on_one_state_folder_warn_and_serve(tmp_path: Path) -> Non
         assert second.log.count("another exporter uses --state") == 1  # both exporters write to one log here
 
 
+@pytest.mark.long
 def test_a_state_folder_that_cannot_be_written_costs_only_what_is_kept_there(tmp_path: Path) -> None:
     SimulatedNode(tmp_path).create()
     blocked = tmp_path / "state"
@@ -299,6 +302,7 @@ def test_a_kill_leaves_no_child_either(stopped: bool, tmp_path: Path) -> None:
                 os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.long
 def test_an_exporter_that_is_killed_and_started_again_loses_no_second_of_the_ledger(tmp_path: Path) -> None:
     def book(scraped: Series) -> Series:
         return {series: value for series, value in scraped.items() if series.startswith("run_") and value}
@@ -329,6 +333,7 @@ def test_an_exporter_that_is_killed_and_started_again_loses_no_second_of_the_led
         assert node.end() == 0
 
 
+@pytest.mark.long
 def test_a_stopping_exporter_sends_its_last_records_to_the_ledger_with_the_token(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("s3cret")
     log = tmp_path / "ledger.log"

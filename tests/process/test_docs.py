@@ -164,6 +164,7 @@ BLOCKS: dict[str, dict[str, Ran | Elsewhere | Needs]] = {
         "flopwatch simulate --scenario crash_loop --history": Ran("history.jsonl|goodput"),
         "flopwatch simulate --scenario leaf_failure --metrics": Elsewhere("tests/rules/test_fleet.py"),
         "flopwatch simulate --scenario stragglers": Elsewhere("tests/rules/test_kinds.py"),
+        "flopwatch simulate --scenario parallel": Elsewhere("tests/unit/simulator/test_parallel_judge.py"),
         "python -m demo.rehearsal leaf_failure --pages 1\npython": Elsewhere("tests/rules/test_incidents.py"),
         "python -m demo.rehearsal leaf_failure --pages 1": Elsewhere("tests/rules/test_incidents.py"),
     },

@@ -151,6 +151,7 @@ def test_a_driver_that_lies_is_explained_with_what_to_do(node: SimulatedNode) ->
     assert "               declares " in text
 
 
+@pytest.mark.long
 def test_owners_are_shown_with_their_source_and_a_garbage_answer_of_the_kubelet_is_a_problem(
     node: SimulatedNode, tmp_path: Path
 ) -> None:
@@ -310,6 +311,7 @@ def test_cards_without_a_driver_are_a_problem(node: SimulatedNode) -> None:
     ]
 
 
+@pytest.mark.long
 def test_gpus_that_were_there_before_the_driver_went_are_one_problem(node: SimulatedNode) -> None:
     parts = {SimulatedNode.uuid(0): dict.fromkeys(m.GPU_INFO.labels, "") | {"gpu": "0", "uuid": SimulatedNode.uuid(0)}}
     (node.root / "gpus.json").write_text(json.dumps(parts))

@@ -626,6 +626,7 @@ sys.exit(main())
 """
 
 
+@pytest.mark.long
 def test_a_real_exporter_sends_an_xid_that_came_after_the_crash(tmp_path: Path) -> None:
     state = tmp_path / "state"
     with (

@@ -401,6 +401,7 @@ def test_a_released_driver_has_no_handle_and_its_gap_is_marked(
         assert not {"release", "released"} & {file.name for file in state.iterdir()}
 
 
+@pytest.mark.long
 def test_an_exporter_that_is_restarted_within_a_release_opens_no_driver(tmp_path: Path) -> None:
     state = tmp_path / "state"
     state.mkdir()

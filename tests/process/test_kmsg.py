@@ -290,6 +290,7 @@ def test_a_thread_reads_between_the_scrapes(tmp_path: Path, gpus: Path, serve: S
     reader.close()
 
 
+@pytest.mark.long
 def test_a_flood_of_20_mb_costs_bounded_memory_and_no_xid(
     tmp_path: Path, gpus: Path, serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -242,6 +242,7 @@ def test_what_cannot_work_is_one_line_at_start(flags: list[str], message: str, t
     assert (done.returncode, done.stderr) == (1, message.format(**names))
 
 
+@pytest.mark.long
 def test_five_thousand_run_names_bound_the_page_and_lose_no_accounting(tmp_path: Path) -> None:
     def records(run: str, **more: Any) -> list[dict[str, Any]]:
         start = {"t": 100, "run": run, "event": "start", "attempt": "a", "source": "n1", "gpus": 8}

@@ -451,6 +451,7 @@ def test_the_file_can_be_copied_while_it_is_in_use(tmp_path: Path) -> None:
             assert copy.summary() == store.summary()
 
 
+@pytest.mark.long
 @given(histories(clean=False), st.integers(0, 2**32))
 @settings(max_examples=25, deadline=None, derandomize=True)
 def test_a_ledger_with_restarts_has_the_figures_of_one_without(generated: Generated, seed: int) -> None:

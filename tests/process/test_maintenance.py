@@ -79,6 +79,7 @@ def test_an_unreadable_file_is_logged_once(tmp_path: Path, caplog: pytest.LogCap
     assert caplog.messages[1:] == [f"{file} cannot be read: Is a directory: alerts of this node are not held back"]
 
 
+@pytest.mark.long
 def test_the_exporter_serves_what_the_command_sets_and_forgets_nothing_in_a_restart(tmp_path: Path) -> None:
     state = tmp_path / "state"
     series = "host_maintenance_until_timestamp_seconds{host=node-7}"

@@ -86,6 +86,7 @@ def history(tmp_path_factory: pytest.TempPathFactory) -> History:
     return History(out, read_log(out), last)
 
 
+@pytest.mark.long
 def test_a_dead_rank_restarts_all_from_the_last_checkpoint(history: History) -> None:
     steps = [(line["attempt"], line["step"]) for line in history.log if line["event"] == "step"]
     assert steps == [(0, step) for step in range(1, 15)] + [(1, step) for step in range(11, 31)]

@@ -145,6 +145,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         yield Stack(folder, authority, ledger, metrics, otlp)
 
 
+@pytest.mark.long
 def test_a_step_goes_from_the_hook_through_the_exporter_to_the_ledger(stack: Stack) -> None:
     trained = python(
         LOOP,

@@ -90,6 +90,7 @@ def main_thread(output: str) -> str:
     return stack.rstrip("\n") + "\n"
 
 
+@pytest.mark.long
 @pytest.mark.torch
 def test_the_rank_that_hangs_has_started_the_fewest_collectives(
     hanging: tuple[HookServer, list[subprocess.Popen[str]]],

@@ -205,6 +205,7 @@ def test_every_step_of_a_large_model_is_measured_however_seldom_it_is_pushed(
     assert totals.duration_sum / 19 == pytest.approx(model.step_seconds, rel=0.01)
 
 
+@pytest.mark.long
 def test_a_rank_that_pushes_a_third_as_often_is_no_straggler() -> None:
     model = Fsdp2(81, 4, 2.4)
     trained = [replace(model, push_interval=15.0 if rank == 2 else 5.0).train(20)[0] for rank in range(4)]

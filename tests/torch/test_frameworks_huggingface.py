@@ -304,6 +304,7 @@ def test_an_evaluation_on_the_data_trained_on_is_no_training(tmp_path: Path) -> 
     assert activities(last)["evaluation"] == pytest.approx(6 * 12 * 0.05)
 
 
+@pytest.mark.long
 def test_a_batch_size_that_is_too_large_starts_the_training_over(tmp_path: Path) -> None:
     import transformers
 

@@ -155,6 +155,7 @@ run.finish()
     assert answer.stdout == "0\n"
 
 
+@pytest.mark.long
 @pytest.mark.torch
 def test_dataloader_workers_push_nothing(server: HookServer) -> None:
     answer = python(

@@ -563,6 +563,7 @@ def test_an_unnamed_run_is_called_after_the_script_and_the_place(monkeypatch: py
     assert Run(environ={**quiet, **several_nodes}).name == "train@node-7"
 
 
+@pytest.mark.long
 @pytest.mark.torch
 def test_every_attempt_under_torchrun_has_one_name_of_its_own(tmp_path: Path) -> None:
     script = tmp_path / "rank.py"

@@ -298,6 +298,7 @@ phases = st.lists(
 )
 
 
+@pytest.mark.long
 @given(phases, st.sampled_from([15.0, 60.0]), st.integers(0, 2**32))
 @settings(max_examples=25, deadline=None, derandomize=True)
 def test_on_every_history_losses_only_grow_and_are_a_part_of_their_buckets(

@@ -178,6 +178,7 @@ serials = st.from_regex(r"[0-9]{10,13}", fullmatch=True).filter(lambda text: len
 hosts = st.from_regex(r"[a-z]{2,8}-?[a-z]{1,4}[0-9]{2,4}(\.[a-z]{5,9}\.internal)?", fullmatch=True)
 
 
+@pytest.mark.long
 @settings(max_examples=8, deadline=None)
 @given(
     host=hosts,

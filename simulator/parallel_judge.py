@@ -1,0 +1,158 @@
+"""Verdicts on simulated jobs with parallel groups, compared with the truth of each: the ranks they name, and how soon.
+
+A job runs well at first, which gives its usual wait, and is then disturbed and judged at each interval of steps. A job
+in which a rank stops is judged once, by the operations that its ranks have called.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+
+from simulator.parallel_cases import KINDS, ParallelCase, case, healthy
+from simulator.parallel_step import Layout, Step
+from simulator.verdict import hangs, stragglers
+from simulator.verdict.stragglers import StragglerVerdict
+from simulator.verdict.waits import Communicator, Interval
+
+STEPS, SECONDS = 6, 15.0  # of an interval: steps of 2.5 s, and a report of each host in 15 s
+WELL, DISTURBED = 4, 8  # intervals
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Verdict on one job, whether it names the right ranks and communicator, and the seconds until it first did.
+
+    `misnamed` is whether it named a wrong rank at any time.
+    """
+
+    verdict: str
+    right: bool
+    misnamed: bool
+    communicator_right: bool | None  # None if the truth has no communicator
+    after: float | None
+
+
+@dataclass
+class KindOutcomes:
+    """Outcomes of the jobs of one kind."""
+
+    kind: str
+    outcomes: list[Outcome] = field(default_factory=list)
+
+    @property
+    def verdicts(self) -> Counter[str]:
+        """Return the number of jobs by verdict."""
+        return Counter(one.verdict for one in self.outcomes)
+
+    @property
+    def right(self) -> int:
+        """Return the number of jobs with the right verdict, ranks and communicator."""
+        return sum(one.right and one.communicator_right is not False for one in self.outcomes)
+
+    @property
+    def misnamed(self) -> int:
+        """Return the number of jobs in which a wrong rank was ever named."""
+        return sum(one.misnamed for one in self.outcomes)
+
+    def after(self, share: float) -> float | None:
+        """Return the seconds after which `share` of the jobs that were judged right had their verdict, or None."""
+        seconds = sorted(one.after for one in self.outcomes if one.after is not None)
+        return seconds[min(len(seconds) - 1, int(share * len(seconds)))] if seconds else None
+
+
+def intervals(steps: Iterator[Step]) -> Iterator[Interval]:
+    """Yield the waits of successive steps in intervals."""
+    every = list(steps)
+    for some in (every[first : first + STEPS] for first in range(0, len(every), STEPS)):
+        seconds = sum(step.seconds for step in some)
+        waits: defaultdict[int, defaultdict[Communicator, float]] = defaultdict(lambda: defaultdict(float))
+        for step in some:
+            for (rank, group), wait in step.waits.items():
+                waits[rank][group] += wait / seconds
+        yield Interval(len(some), seconds / len(some), waits, {})
+
+
+def judged(kind: str, seed: int) -> Outcome:
+    """Return the outcome for the job of a kind and a seed."""
+    job = case(kind, seed)
+    return _stopped(job, seed) if job.verdict == "missing" else _disturbed(job, seed)
+
+
+def _disturbed(job: ParallelCase, seed: int) -> Outcome:
+    well = list(intervals(healthy(job.layout).steps(f"well {seed}", WELL * STEPS)))
+    usual = stragglers.usual_wait(well)
+    seen: list[Interval] = []
+    after, misnamed, verdict = None, False, StragglerVerdict("none")
+    for interval in intervals(job.steps(str(seed), DISTURBED * STEPS)):
+        seen.append(interval)
+        verdict = stragglers.judge(seen, usual)
+        named = frozenset(suspect.rank for suspect in verdict.suspects)
+        misnamed = misnamed or not named <= job.ranks
+        if (verdict.kind, named) != (job.verdict, job.ranks):
+            after = None
+        elif after is None:
+            after = SECONDS * len(seen)
+    communicators = {suspect.communicator for suspect in verdict.suspects}
+    place_right = None if job.communicator is None else communicators == {job.communicator}
+    return Outcome(verdict.kind, after is not None, misnamed, place_right, after)
+
+
+def _stopped(job: ParallelCase, seed: int) -> Outcome:
+    (step,) = job.steps(str(seed), 1)
+    called: dict[int, dict[Communicator, int]] = {rank: {} for rank in range(job.layout.size)}
+    for group in _groups(job.layout):
+        for rank in group.ranks:
+            called[rank][group] = step.sequence[rank, group]
+    verdict = hangs.judge({rank: hangs.RankCalls(numbers, step.waits_in.get(rank)) for rank, numbers in called.items()})
+    right = set(verdict.ranks) == job.ranks
+    named = "missing" if verdict.ranks else "none"
+    return Outcome(named, right, not set(verdict.ranks) <= job.ranks, verdict.communicator == job.communicator, None)
+
+
+def _groups(layout: Layout) -> Iterator[Communicator]:
+    for kind in ("tp", "cp", "ep", "dp"):
+        yield from layout.communicators(kind)
+
+
+def evaluate(seeds: int, first: int = 1, kinds: Sequence[str] = tuple(KINDS)) -> list[KindOutcomes]:
+    """Return the outcomes of `seeds` jobs of each kind, computed on all cores."""
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        found = {
+            kind: pool.map(partial(judged, kind), range(first, first + seeds), chunksize=max(1, seeds // 8))
+            for kind in kinds
+        }
+        return [KindOutcomes(kind, list(outcomes)) for kind, outcomes in found.items()]
+
+
+def table(rows: Sequence[KindOutcomes]) -> str:
+    """Return the outcomes as a table with a row for each kind, and all together in the last line."""
+    lines = [f"{'kind':<18}{'jobs':>6}{'right':>7}{'wrong':>7}{'95 % after':>12}  verdicts"]
+    for row in rows:
+        after = row.after(0.95)
+        verdicts = ", ".join(f"{verdict} {count}" for verdict, count in row.verdicts.most_common())
+        seconds = "-" if after is None else f"{after:.0f} s"
+        lines.append(f"{row.kind:<18}{len(row.outcomes):>6}{row.right:>7}{row.misnamed:>7}{seconds:>12}  {verdicts}")
+    jobs = sum(len(row.outcomes) for row in rows)
+    right, misnamed = sum(row.right for row in rows), sum(row.misnamed for row in rows)
+    lines.append(f"{jobs} jobs, {right} judged right, {misnamed} with a wrong rank")
+    return "\n".join(lines)
+
+
+def to_json(rows: Sequence[KindOutcomes]) -> list[dict[str, object]]:
+    """Return the outcomes for `--json`."""
+    return [
+        {
+            "kind": row.kind,
+            "jobs": len(row.outcomes),
+            "right": row.right,
+            "misnamed": row.misnamed,
+            "verdicts": dict(row.verdicts),
+            "seconds_p95": row.after(0.95),
+        }
+        for row in rows
+    ]

@@ -1,0 +1,62 @@
+"""Verdicts on simulated parallel jobs: each kind of trouble is judged right, and no other rank is named."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from simulator.__main__ import main
+from simulator.parallel_cases import KINDS
+from simulator.parallel_judge import KindOutcomes, Outcome, evaluate, judged, table, to_json
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_of_trouble_is_judged_right(kind: str) -> None:
+    for seed in range(1, 4):
+        found = judged(kind, seed)
+        assert (found.right, found.misnamed, found.communicator_right) in ((True, False, True), (True, False, None))
+        assert found.after == (15.0 if kind == "healthy" else None if kind.startswith("missing") else 60.0)
+
+
+@pytest.mark.long
+def test_a_hundred_jobs_of_each_kind_are_judged_right() -> None:
+    rows = evaluate(100)
+    print(table(rows))
+    assert [row.kind for row in rows if row.right < 95] == []
+    named = sum(
+        outcome.verdict not in ("none", "imbalance", "communication") for row in rows for outcome in row.outcomes
+    )
+    assert sum(row.misnamed for row in rows) <= 0.01 * named
+    assert {row.kind: row.after(0.95) for row in rows if (row.after(0.95) or 0.0) > 60} == {}
+
+
+def test_the_outcomes_are_a_table_and_json() -> None:
+    right = Outcome("rank", True, False, True, 60.0)
+    rows = [
+        KindOutcomes("late in tp", [right, right, Outcome("link", False, True, False, None)]),
+        KindOutcomes("healthy", [Outcome("none", True, False, None, 75.0)]),
+    ]
+    assert table(rows) == (
+        "kind                jobs  right  wrong  95 % after  verdicts\n"
+        "late in tp             3      2      1        60 s  rank 2, link 1\n"
+        "healthy                1      1      0        75 s  none 1\n"
+        "4 jobs, 3 judged right, 1 with a wrong rank"
+    )
+    assert to_json(rows)[0] == {
+        "kind": "late in tp",
+        "jobs": 3,
+        "right": 2,
+        "misnamed": 1,
+        "verdicts": {"rank": 2, "link": 1},
+        "seconds_p95": 60.0,
+    }
+
+
+def test_the_command_prints_the_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["simulator", "--scenario", "parallel", "--seeds", "1", "--json"])
+    assert main() == 0
+    assert [row["kind"] for row in json.loads(capsys.readouterr().out)] == list(KINDS)
+    monkeypatch.setattr("sys.argv", ["simulator", "--scenario", "parallel", "--gpus", "8"])
+    assert main() == 1
+    assert "--scenario parallel simulates many small jobs: it takes no --gpus" in capsys.readouterr().err

@@ -1,0 +1,70 @@
+"""Verdicts on waits: a late rank is named with its communicator, and doubt names no rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from simulator.parallel_judge import intervals
+from simulator.parallel_step import Disturbance, Layout, step
+from simulator.verdict.stragglers import MIN_INTERVALS, StragglerVerdict, judge
+from simulator.verdict.waits import Communicator, Interval
+
+SIXTEEN = Layout(tp=4, dp=2, pp=2)
+SLOW_STAGE = dict.fromkeys(SIXTEEN.stage(1), 1.2)
+ALL = Communicator("dp", (0, 1, 2, 3))
+
+
+def verdict(slow: Mapping[int, float]) -> StragglerVerdict:
+    steps = [step(SIXTEEN, Disturbance(slow=slow))] * (6 * MIN_INTERVALS)
+    return judge(list(intervals(iter(steps))))
+
+
+def waiting(*shares: list[float], tokens: Mapping[int, float] | None = None, steps: float = 6) -> list[Interval]:
+    """Return intervals with these waits of ranks 0 to 3 in one group."""
+    return [
+        Interval(steps, 2.5, {rank: {ALL: share} for rank, share in enumerate(each)}, tokens or {}) for each in shares
+    ]
+
+
+def named(found: StragglerVerdict) -> tuple[str, list[int]]:
+    return found.kind, sorted(suspect.rank for suspect in found.suspects)
+
+
+def test_the_worked_examples_are_judged_as_their_authors_do() -> None:
+    assert verdict({}) == StragglerVerdict("none", why="no rank makes others wait")
+    assert named(verdict({5: 1.2})) == ("rank", [5])
+    assert verdict({5: 1.2}).suspects[0].communicator == Communicator("tp", (4, 5, 6, 7))
+    assert verdict({5: 1.2}).share == pytest.approx(0.024 / 0.201)
+    assert named(verdict({5: 1.2, 14: 1.2})) == ("rank", [5, 14])
+    assert named(verdict({5: 1.2, 6: 1.2})) == ("rank", [5, 6])
+    assert named(verdict(SLOW_STAGE)) == ("stage", list(range(8, 16)))
+    assert named(verdict({**SLOW_STAGE, 5: 1.2})) == ("rank", [5])
+    assert named(verdict(dict.fromkeys(range(4, 8), 1.2))) == ("group", [4, 5, 6, 7])
+
+
+def test_too_few_steps_are_no_verdict() -> None:
+    late = [0.0, 0.3, 0.3, 0.3]
+    assert judge(waiting(late, late, late)).why == "18 measured steps in 3 intervals are too few"
+    assert judge(waiting(late, late, late, late, steps=4)).why == "16 measured steps in 4 intervals are too few"
+    assert named(judge(waiting(late, late, late, late))) == ("rank", [0])
+
+
+def test_ranks_that_are_late_in_turn_are_an_imbalance() -> None:
+    turns = [[0.0 if rank == turn else 0.3 for rank in range(4)] for turn in range(4)]
+    assert named(judge(waiting(*turns))) == ("imbalance", [])
+
+
+def test_a_rank_with_more_tokens_is_not_late() -> None:
+    late = [0.0, 0.3, 0.3, 0.3]
+    work = {0: 130.0, 1: 100.0, 2: 100.0, 3: 100.0}
+    assert named(judge(waiting(late, late, late, late, tokens=work))) == ("none", [])
+
+
+def test_waits_that_all_rose_are_communication() -> None:
+    now = [0.3, 0.3, 0.3, 0.3]
+    found = judge(waiting(now, now, now, now), usual=0.5)
+    assert found.kind == "communication"
+    assert found.share == pytest.approx(0.1)
+    assert judge(waiting(now, now, now, now)).kind == "none"
