@@ -7,13 +7,15 @@ in which a rank stops is judged once, by the operations that its ranks have call
 from __future__ import annotations
 
 import os
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+import random
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from statistics import fmean
 
-from simulator.parallel_cases import KINDS, ParallelCase, case, healthy
+from simulator.parallel_cases import KINDS, LAYOUTS, ParallelCase, case, healthy
 from simulator.parallel_step import Layout, Step
 from simulator.verdict import hangs, stragglers
 from simulator.verdict.stragglers import StragglerVerdict
@@ -21,6 +23,8 @@ from simulator.verdict.waits import Communicator, Interval
 
 STEPS, SECONDS = 6, 15.0  # of an interval: steps of 2.5 s, and a report of each host in 15 s
 WELL, DISTURBED = 4, 8  # intervals
+HEALTHY_STEPS = 300
+NAMES = ("rank", "group", "stage", "link", "missing")  # verdicts that name ranks
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,7 @@ class KindOutcomes:
     """Outcomes of the jobs of one kind."""
 
     kind: str
+    names: bool  # ranks are to be named
     outcomes: list[Outcome] = field(default_factory=list)
 
     @property
@@ -119,6 +124,23 @@ def _groups(layout: Layout) -> Iterator[Communicator]:
         yield from layout.communicators(kind)
 
 
+def misnamed_in(hours: float, seed: int = 1) -> int:
+    """Return how many intervals had a named rank in `hours` hours of healthy runs, of all layouts together."""
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        return sum(pool.map(partial(_misnamed, hours / len(LAYOUTS), seed), LAYOUTS.values()))
+
+
+def _misnamed(hours: float, seed: int, layout: Layout) -> int:
+    """Return how many intervals had a named rank. Steps are drawn from some hundred simulated ones."""
+    rng, named = random.Random(seed), 0
+    some = list(healthy(layout).steps(str(seed), HEALTHY_STEPS))
+    last: deque[Interval] = deque(maxlen=max(stragglers.WINDOWS))
+    for _ in range(round(hours * 3600 / SECONDS)):
+        last.extend(intervals(iter(rng.choices(some, k=STEPS))))
+        named += bool(stragglers.judge(list(last)).suspects)
+    return named
+
+
 def evaluate(seeds: int, first: int = 1, kinds: Sequence[str] = tuple(KINDS)) -> list[KindOutcomes]:
     """Return the outcomes of `seeds` jobs of each kind, computed on all cores."""
     with ProcessPoolExecutor(os.cpu_count()) as pool:
@@ -126,7 +148,7 @@ def evaluate(seeds: int, first: int = 1, kinds: Sequence[str] = tuple(KINDS)) ->
             kind: pool.map(partial(judged, kind), range(first, first + seeds), chunksize=max(1, seeds // 8))
             for kind in kinds
         }
-        return [KindOutcomes(kind, list(outcomes)) for kind, outcomes in found.items()]
+        return [KindOutcomes(kind, bool(case(kind, first).ranks), list(outcomes)) for kind, outcomes in found.items()]
 
 
 def table(rows: Sequence[KindOutcomes]) -> str:
@@ -137,10 +159,21 @@ def table(rows: Sequence[KindOutcomes]) -> str:
         verdicts = ", ".join(f"{verdict} {count}" for verdict, count in row.verdicts.most_common())
         seconds = "-" if after is None else f"{after:.0f} s"
         lines.append(f"{row.kind:<18}{len(row.outcomes):>6}{row.right:>7}{row.misnamed:>7}{seconds:>12}  {verdicts}")
-    jobs = sum(len(row.outcomes) for row in rows)
-    right, misnamed = sum(row.right for row in rows), sum(row.misnamed for row in rows)
-    lines.append(f"{jobs} jobs, {right} judged right, {misnamed} with a wrong rank")
+    outcomes = [outcome for row in rows for outcome in row.outcomes]
+    named = [one for one in outcomes if one.misnamed or one.verdict in NAMES]
+    asked = [one.communicator_right for one in outcomes if one.communicator_right is not None]
+    lines.append(
+        f"{len(outcomes)} jobs, {sum(row.right for row in rows)} judged right. "
+        f"Precision {1 - _share(one.misnamed for one in named):.1%}, "
+        f"recall {_share(one.right for row in rows for one in row.outcomes if row.names):.1%}, "
+        f"right communicator {_share(asked):.1%}"
+    )
     return "\n".join(lines)
+
+
+def _share(flags: Iterable[bool]) -> float:
+    """Return the share of flags that are set, 0 without any."""
+    return fmean(found) if (found := list(flags)) else 0.0
 
 
 def to_json(rows: Sequence[KindOutcomes]) -> list[dict[str, object]]:

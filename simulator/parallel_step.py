@@ -6,8 +6,9 @@ rank sends to the next stage without waiting, and waits to receive. The data par
 of the step. Communication does not overlap with computation.
 
 The wait of a rank in an operation is what NCCL's kernel takes there: until the last rank arrives, plus the transfer. A
-rank that stops makes others wait for ever. A stage that ends its step early waits for the next step's first microbatch,
-which counts as a wait of this step. Sequence numbers count the collectives that a rank has called by then.
+rank that stops makes others wait for ever. A rank that ends its step early waits in the next one, for the first
+microbatch or in its context parallel group. That counts as a wait of this step. Sequence numbers count the collectives
+that a rank has called by then.
 """
 
 from __future__ import annotations
@@ -139,8 +140,10 @@ class _Simulation:
                     self._pass(_Pass(stage, *queue.pop(0)))
         self._meet(self._groups["dp"], range(self._layout.size))
         end = self._result.seconds = max(self._now)
-        for pair in self._groups["pp"] if isfinite(end) else ():
-            self._result.waits[pair.ranks[1], pair] += end - self._now[pair.ranks[1]]
+        next_waits = {group.ranks[1]: group for group in self._groups["pp"]}
+        next_waits = {rank: group for group in self._groups["cp"] for rank in group.ranks} | next_waits
+        for rank, group in next_waits.items() if isfinite(end) else ():
+            self._result.waits[rank, group] += end - self._now[rank]
         return self._result
 
     def _ready(self, stage: int, direction: str, microbatch: int, stages: int) -> bool:

@@ -1,8 +1,8 @@
 """Stragglers: the ranks that make others wait, as soon as the waits of successive intervals are certain of them.
 
 In one step the rank that waits least is often another than the slow one. So the mean over some intervals counts, with
-its standard error. A straggler is late in all intervals alike. Ranks that are late in turn, as with shared storage, are
-an imbalance, which names no rank.
+its standard error. A clear case is named after few intervals, another after more. A straggler is late in all intervals
+alike. Ranks that are late in turn, as with shared storage, are an imbalance, which names no rank.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from typing import NamedTuple, TypeVar
 from simulator.verdict.waits import POINT_TO_POINT, Communicator, Interval
 
 MIN_SHARE = 0.04  # of a step that a straggler computes longer at least
-CERTAIN = 8.0  # standard errors by which that share is above half of the minimum
-MIN_INTERVALS, MIN_STEPS = 4, 20
+CERTAIN = 8.0  # standard errors between that share and half of the minimum
+WINDOWS = (4, 8, 20)  # last intervals that are judged: 1, 2 and 5 minutes with a report every 15 s
+MIN_STEPS = 20
 MIN_KEPT = 0.1  # times that share, for which its peers wait at least: a pipeline hides much of it
 UNEVEN_WORK = 1.05  # times the mean of tokens, above which a rank is late for its work
-GROUPED = ("tp", "cp")  # kinds whose ranks work on the same data
+SAME_DATA = ("tp", "cp")  # kinds whose ranks work on the same data
 MAX_SUSPECTS = 8
 
 Key = TypeVar("Key")
@@ -49,15 +50,22 @@ class StragglerVerdict:
 
 
 def judge(intervals: Sequence[Interval], usual: float | None = None) -> StragglerVerdict:
-    """Return the verdict on successive intervals of one run. `usual` is its usual_wait(), None if that is unknown."""
-    steps = fsum(one.steps for one in intervals)
-    if len(intervals) < MIN_INTERVALS or steps < MIN_STEPS:
-        return StragglerVerdict("none", why=f"{steps:g} measured steps in {len(intervals)} intervals are too few")
-    for find in (_ranks, _stage, _link, _imbalance, lambda them: _communication(them, usual)):
-        verdict = find(intervals)
-        if verdict is not None:
-            return verdict
-    return StragglerVerdict("none", why="no rank makes others wait")
+    """Return the verdict on the last intervals of one run. `usual` is its usual_wait(), None if that is unknown.
+
+    The shortest of WINDOWS that is certain of ranks counts. What is no rank's fault is a matter of the shortest one.
+    """
+    if len(intervals) < WINDOWS[0]:
+        return StragglerVerdict("none", why=f"{len(intervals)} measured intervals are too few")
+    for window in (intervals[-size:] for size in WINDOWS if size <= len(intervals)):
+        if fsum(one.steps for one in window) >= MIN_STEPS:
+            for find in (_ranks, _stage, _link):
+                if (verdict := find(window)) is not None:
+                    return verdict
+    last = intervals[-WINDOWS[0] :]
+    if (steps := fsum(one.steps for one in last)) < MIN_STEPS:
+        return StragglerVerdict("none", why=f"{steps:g} measured steps are too few")
+    none = StragglerVerdict("none", why="no rank makes others wait")
+    return _imbalance(last) or _communication(last, usual) or none
 
 
 def certain(
@@ -69,45 +77,48 @@ def certain(
     higher, because few numbers may agree by chance.
     """
     every = [shares(one) for one in intervals]
-    means = {key: fmean(one[key] for one in every) for key in every[-1]}
-    variances = {key: fmean((one[key] - mean) ** 2 for one in every) for key, mean in means.items()}
-    pooled: dict[object, list[float]] = {}
-    for key, variance in variances.items():
-        pooled.setdefault(alike(key), []).append(variance)
-    noise = {kind: fmean(values) for kind, values in pooled.items()}
-    found = {}
+    steady = [key for key in every[-1] if all(one[key] >= MIN_SHARE / 2 for one in reversed(every))]
+    means = {key: fmean(one[key] for one in every) for key in steady}
+    found: dict[Key, float] = {}
+    noise: dict[object, float] = {}
     for key, mean in means.items():
-        if mean >= MIN_SHARE and min(one[key] for one in every) >= MIN_SHARE / 2:
-            error = sqrt(max(variances[key], noise[alike(key)]) / (len(every) - 1))
-            if mean - CERTAIN * error >= MIN_SHARE / 2:
-                found[key] = mean
+        if mean < MIN_SHARE:
+            continue
+        if (kind := alike(key)) not in noise:
+            noise[kind] = fmean(_variance([one[other] for one in every]) for other in every[-1] if alike(other) == kind)
+        error = sqrt(max(_variance([one[key] for one in every]), noise[kind]) / (len(every) - 1))
+        if mean - CERTAIN * error >= MIN_SHARE / 2:
+            found[key] = mean
     return found
+
+
+def _variance(numbers: Sequence[float]) -> float:
+    mean = fmean(numbers)
+    return fmean((number - mean) ** 2 for number in numbers)
 
 
 def _ranks(intervals: Sequence[Interval]) -> StragglerVerdict | None:
     """Return the verdict that ranks compute longer than their peers, which wait for them."""
     late: dict[int, Suspect] = {}
     last = intervals[-1]
-    longer = certain(
-        intervals,
-        lambda one: {place: lateness.longer for place, lateness in one.lateness.items()},
-        lambda place: place[0].kind,
-    )
-    for (group, rank), share in longer.items():
-        if all(one.lateness[group, rank].kept > MIN_KEPT * share for one in intervals):
+    for (group, rank), share in certain(intervals, lambda one: one.longer, lambda place: place[0].kind).items():
+        if all(one.kept[group, rank] > MIN_KEPT * share for one in intervals):
             late.setdefault(rank, Suspect(rank, share, group))
+    if not late:
+        return None
     tokens = {rank: fmean(one.tokens.get(rank, 0.0) for one in intervals) for rank in last.waits}
     most = UNEVEN_WORK * fmean(tokens.values())
     named = sorted((one for one in late.values() if not tokens[one.rank] > most > 0), key=lambda one: -one.share)
     if not named:
         return None
-    whole = len(named) > 1 and {one.rank for one in named} == together(named[0].rank, last.communicators)
+    same = together(named[0].rank, [group for group in last.communicators if group.kind in SAME_DATA])
+    whole = len(named) > 1 and {one.rank for one in named} == same
     return StragglerVerdict("group" if whole else "rank", named[0].share, tuple(named[:MAX_SUSPECTS]))
 
 
 def together(rank: int, communicators: Iterable[Communicator]) -> set[int]:
-    """Return the ranks that work on the same data as `rank`, in its tensor and context parallel groups and theirs."""
-    groups = [set(group.ranks) for group in communicators if group.kind in GROUPED]
+    """Return the ranks that are connected with `rank` through these communicators."""
+    groups = [set(group.ranks) for group in communicators]
     found, before = {rank}, 0
     while len(found) > before:
         before = len(found)
@@ -145,11 +156,7 @@ def _link(intervals: Sequence[Interval]) -> StragglerVerdict | None:
 
 def _imbalance(intervals: Sequence[Interval]) -> StragglerVerdict | None:
     """Return the verdict that ranks are late in turn: what they compute varies from step to step."""
-    deviations = []
-    for rank in intervals[-1].waits:
-        waiting = [one.waiting[rank] for one in intervals]
-        mean = fmean(waiting)
-        deviations.append(sqrt(fmean((share - mean) ** 2 for share in waiting)))
+    deviations = (sqrt(_variance([one.waiting[rank] for one in intervals])) for rank in intervals[-1].waits)
     share = fmean(deviations) * sqrt(fmean(one.steps for one in intervals))
     return StragglerVerdict("imbalance", share) if share >= MIN_SHARE else None
 

@@ -7,7 +7,7 @@ while it does not wait.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import fsum
@@ -49,13 +49,6 @@ class RankTotals:
 
 class Unmeasured(Exception):
     """Exception raised where the waits of an interval are incomplete. The message gives the reason."""
-
-
-class Lateness(NamedTuple):
-    """Shares of a step by which a rank computes longer than its peers, and for which its peers wait for it."""
-
-    longer: float
-    kept: float
 
 
 @dataclass(frozen=True)
@@ -110,20 +103,27 @@ class Interval:
             stages[after] = stages[before] + 1
         return stages
 
+    @property
+    def collectives(self) -> Iterator[Communicator]:
+        """Yield the communicators with collectives, the finest first."""
+        return (group for group in self.communicators if group.kind != POINT_TO_POINT and len(group.ranks) > 1)
+
     @cached_property
-    def lateness(self) -> dict[Place, Lateness]:
-        """Return how late each rank is in its communicators, the finest first, without those of pipelines."""
-        found: dict[Place, Lateness] = {}
-        for group in self.communicators:
-            if group.kind == POINT_TO_POINT or len(group.ranks) < 2:
-                continue
-            here = sorted(self.waits[rank][group] for rank in group.ranks)
-            anywhere = sorted(self.waiting[rank] for rank in group.ranks)
-            for rank in group.ranks:
-                wait, total = self.waits[rank][group], self.waiting[rank]
-                found[group, rank] = Lateness(
-                    median_of_others(anywhere, total) - total, median_of_others(here, wait) - wait
-                )
+    def longer(self) -> dict[Place, float]:
+        """Return how much longer each rank computes than its peers in each communicator, the finest first."""
+        found: dict[Place, float] = {}
+        for group in self.collectives:
+            below = below_others({rank: self.waiting[rank] for rank in group.ranks})
+            found |= {(group, rank): share for rank, share in below.items()}
+        return found
+
+    @cached_property
+    def kept(self) -> dict[Place, float]:
+        """Return how long each rank keeps its peers waiting in each communicator."""
+        found: dict[Place, float] = {}
+        for group in self.collectives:
+            below = below_others({rank: self.waits[rank][group] for rank in group.ranks})
+            found |= {(group, rank): share for rank, share in below.items()}
         return found
 
     @cached_property
@@ -149,7 +149,7 @@ class Interval:
         return {place: wait - usual[end] for end, members in ends.items() for place, wait in members}
 
 
-def median_of_others(ordered: Sequence[float], own: float) -> float:
-    """Return the upper median of at least two ordered numbers without one of them, `own`."""
-    middle = (len(ordered) - 1) // 2
-    return ordered[middle + 1] if own <= ordered[middle] else ordered[middle]
+def below_others(numbers: Mapping[int, float]) -> dict[int, float]:
+    """Return how far each of several numbers is below the upper median of the others."""
+    ordered, middle = sorted(numbers.values()), (len(numbers) - 1) // 2
+    return {key: ordered[middle + (own <= ordered[middle])] - own for key, own in numbers.items()}

@@ -8,7 +8,7 @@ import pytest
 
 from simulator.parallel_judge import intervals
 from simulator.parallel_step import Disturbance, Layout, step
-from simulator.verdict.stragglers import MIN_INTERVALS, StragglerVerdict, judge
+from simulator.verdict.stragglers import WINDOWS, StragglerVerdict, judge
 from simulator.verdict.waits import Communicator, Interval
 
 SIXTEEN = Layout(tp=4, dp=2, pp=2)
@@ -17,7 +17,7 @@ ALL = Communicator("dp", (0, 1, 2, 3))
 
 
 def verdict(slow: Mapping[int, float]) -> StragglerVerdict:
-    steps = [step(SIXTEEN, Disturbance(slow=slow))] * (6 * MIN_INTERVALS)
+    steps = [step(SIXTEEN, Disturbance(slow=slow))] * (6 * WINDOWS[0])
     return judge(list(intervals(iter(steps))))
 
 
@@ -46,9 +46,21 @@ def test_the_worked_examples_are_judged_as_their_authors_do() -> None:
 
 def test_too_few_steps_are_no_verdict() -> None:
     late = [0.0, 0.3, 0.3, 0.3]
-    assert judge(waiting(late, late, late)).why == "18 measured steps in 3 intervals are too few"
-    assert judge(waiting(late, late, late, late, steps=4)).why == "16 measured steps in 4 intervals are too few"
+    assert judge(waiting(late, late, late)).why == "3 measured intervals are too few"
+    assert judge(waiting(late, late, late, late, steps=4)).why == "16 measured steps are too few"
     assert named(judge(waiting(late, late, late, late))) == ("rank", [0])
+
+
+def test_a_case_that_is_less_clear_needs_more_intervals() -> None:
+    less, more = [0.23, 0.3, 0.3, 0.3], [0.17, 0.3, 0.3, 0.3]
+    assert judge(waiting(*[less, more] * 4)).kind == "none"
+    assert named(judge(waiting(*[less, more] * 10))) == ("rank", [0])
+
+
+def test_only_the_last_intervals_count() -> None:
+    late, well = [0.0, 0.3, 0.3, 0.3], [0.3, 0.3, 0.3, 0.3]
+    assert named(judge(waiting(*[late] * 20, *[well] * 4))) == ("none", [])
+    assert named(judge(waiting(*[well] * 20, *[late] * 4))) == ("rank", [0])
 
 
 def test_ranks_that_are_late_in_turn_are_an_imbalance() -> None:
