@@ -134,7 +134,7 @@ def _misnamed(hours: float, seed: int, layout: Layout) -> int:
     """Return how many intervals had a named rank. Steps are drawn from some hundred simulated ones."""
     rng, named = random.Random(seed), 0
     some = list(healthy(layout).steps(str(seed), HEALTHY_STEPS))
-    last: deque[Interval] = deque(maxlen=max(stragglers.WINDOWS))
+    last: deque[Interval] = deque(maxlen=stragglers.WINDOWS[-1][0])
     for _ in range(round(hours * 3600 / SECONDS)):
         last.extend(intervals(iter(rng.choices(some, k=STEPS))))
         named += bool(stragglers.judge(list(last)).suspects)

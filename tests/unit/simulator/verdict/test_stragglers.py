@@ -17,7 +17,7 @@ ALL = Communicator("dp", (0, 1, 2, 3))
 
 
 def verdict(slow: Mapping[int, float]) -> StragglerVerdict:
-    steps = [step(SIXTEEN, Disturbance(slow=slow))] * (6 * WINDOWS[0])
+    steps = [step(SIXTEEN, Disturbance(slow=slow))] * (6 * WINDOWS[0][0])
     return judge(list(intervals(iter(steps))))
 
 
@@ -46,13 +46,13 @@ def test_the_worked_examples_are_judged_as_their_authors_do() -> None:
 
 def test_too_few_steps_are_no_verdict() -> None:
     late = [0.0, 0.3, 0.3, 0.3]
-    assert judge(waiting(late, late, late)).why == "3 measured intervals are too few"
-    assert judge(waiting(late, late, late, late, steps=4)).why == "16 measured steps are too few"
-    assert named(judge(waiting(late, late, late, late))) == ("rank", [0])
+    assert judge(waiting(late, late)).why == "2 measured intervals are too few"
+    assert judge(waiting(late, late, late, steps=1)).why == "3 measured steps are too few"
+    assert named(judge(waiting(late, late, late))) == ("rank", [0])
 
 
 def test_a_case_that_is_less_clear_needs_more_intervals() -> None:
-    less, more = [0.23, 0.3, 0.3, 0.3], [0.17, 0.3, 0.3, 0.3]
+    less, more = [0.25, 0.3, 0.3, 0.3], [0.15, 0.3, 0.3, 0.3]
     assert judge(waiting(*[less, more] * 4)).kind == "none"
     assert named(judge(waiting(*[less, more] * 10))) == ("rank", [0])
 
@@ -61,6 +61,19 @@ def test_only_the_last_intervals_count() -> None:
     late, well = [0.0, 0.3, 0.3, 0.3], [0.3, 0.3, 0.3, 0.3]
     assert named(judge(waiting(*[late] * 20, *[well] * 4))) == ("none", [])
     assert named(judge(waiting(*[well] * 20, *[late] * 4))) == ("rank", [0])
+
+
+def test_a_host_with_most_of_its_ranks_late_is_named_as_a_whole() -> None:
+    hosts = {0: "a", 1: "a", 2: "b", 3: "b"}
+    late = [0.0, 0.02, 0.3, 0.3]
+    assert named(judge(waiting(late, late, late), hosts=hosts)) == ("host", [0, 1])
+    assert named(judge(waiting(late, late, late))) == ("rank", [0, 1])
+    assert named(judge(waiting(late, late, late), hosts=dict.fromkeys(hosts, "a"))) == ("rank", [0, 1])
+
+
+def test_a_rank_that_is_late_again_and_again_is_named() -> None:
+    late, well = [0.0, 0.3, 0.3, 0.3], [0.3, 0.3, 0.3, 0.3]
+    assert named(judge(waiting(*[late, late, late, well] * 5))) == ("rank", [0])
 
 
 def test_ranks_that_are_late_in_turn_are_an_imbalance() -> None:
