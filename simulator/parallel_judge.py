@@ -160,15 +160,20 @@ def table(rows: Sequence[KindOutcomes]) -> str:
         seconds = "-" if after is None else f"{after:.0f} s"
         lines.append(f"{row.kind:<18}{len(row.outcomes):>6}{row.right:>7}{row.misnamed:>7}{seconds:>12}  {verdicts}")
     outcomes = [outcome for row in rows for outcome in row.outcomes]
-    named = [one for one in outcomes if one.misnamed or one.verdict in NAMES]
     asked = [one.communicator_right for one in outcomes if one.communicator_right is not None]
     lines.append(
         f"{len(outcomes)} jobs, {sum(row.right for row in rows)} judged right. "
-        f"Precision {1 - _share(one.misnamed for one in named):.1%}, "
+        f"Precision {precision(rows):.1%}, "
         f"recall {_share(one.right for row in rows for one in row.outcomes if row.names):.1%}, "
         f"right communicator {_share(asked):.1%}"
     )
     return "\n".join(lines)
+
+
+def precision(rows: Iterable[KindOutcomes]) -> float:
+    """Return the share of the jobs with a named rank that never named a wrong one, 1 without such a job."""
+    outcomes = [outcome for row in rows for outcome in row.outcomes]
+    return 1 - _share(one.misnamed for one in outcomes if one.misnamed or one.verdict in NAMES)
 
 
 def _share(flags: Iterable[bool]) -> float:
