@@ -17,10 +17,9 @@ from simulator.verdict.stragglers import WINDOWS, judge
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_of_trouble_is_judged_right(kind: str) -> None:
-    for seed in range(1, 4):
-        found = judged(kind, seed)
-        assert (found.right, found.misnamed, found.communicator_right) in ((True, False, True), (True, False, None))
-        assert found.after == (15.0 if kind == "healthy" else None if kind.startswith("missing") else 45.0)
+    found = judged(kind, 1)
+    assert (found.right, found.misnamed, found.communicator_right) in ((True, False, True), (True, False, None))
+    assert found.after == (15.0 if kind == "healthy" else None if kind.startswith("missing") else 45.0)
 
 
 @pytest.mark.long
