@@ -29,7 +29,7 @@ class RankCalls:
 
 @dataclass(frozen=True, slots=True)
 class HangVerdict:
-    """Ranks that the others wait for, with the finest communicator in which they are behind. `why` if there is none."""
+    """Ranks that the others wait for, and the finest communicator where they are behind. `why`: no rank is named."""
 
     ranks: tuple[int, ...] = ()
     communicator: Communicator | None = None

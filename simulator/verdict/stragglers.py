@@ -85,12 +85,12 @@ class Window(NamedTuple):
     steady: float
 
     def certain(
-        self, shares: Callable[[Interval], Mapping[Key, float]], alike: Callable[[Key], object]
+        self, shares: Callable[[Interval], Mapping[Key, float]], alike: Callable[[Key], object], least: float = 0.0
     ) -> dict[Key, float]:
         """Return the mean shares over the intervals that are at least MIN_SHARE and certain, and not over by now.
 
         The noise of a share is its standard deviation, or that of all shares that `alike` gives the same key if it is
-        higher, because few numbers may agree by chance.
+        higher, because few numbers may agree by chance. The variance is at `least` this.
         """
         every = [shares(one) for one in self.intervals]
         needed = ceil(self.steady * len(every))
@@ -106,7 +106,7 @@ class Window(NamedTuple):
                 noise[kind] = fmean(
                     _variance([one[other] for one in every]) for other in every[-1] if alike(other) == kind
                 )
-            error = sqrt(max(_variance(numbers), noise[kind]) / (len(numbers) - 1))
+            error = sqrt(max(_variance(numbers), noise[kind], least) / (len(numbers) - 1))
             if fmean(numbers) - self.errors * error >= MIN_SHARE / 2:
                 found[key] = fmean(numbers)
         return found
@@ -115,6 +115,11 @@ class Window(NamedTuple):
 def _variance(numbers: Sequence[float]) -> float:
     mean = fmean(numbers)
     return fmean((number - mean) ** 2 for number in numbers)
+
+
+def _variances(intervals: Sequence[Interval]) -> list[float]:
+    """Return the variance of each rank's share of a step that it waits."""
+    return [_variance([one.waiting[rank] for one in intervals]) for rank in intervals[-1].waits]
 
 
 def _ranks(window: Window, hosts: Mapping[int, str]) -> StragglerVerdict | None:
@@ -153,7 +158,8 @@ def together(rank: int, communicators: Iterable[Communicator]) -> set[int]:
 
 def _stage(window: Window) -> StragglerVerdict | None:
     """Return the verdict that one pipeline stage computes longer than the others in all replicas."""
-    found = window.certain(lambda one: one.stage_lateness, lambda stage: stage)
+    # A run has few stages, so their noise is that of its ranks.
+    found = window.certain(lambda one: one.stage_lateness, lambda stage: stage, fmean(_variances(window.intervals)))
     if not found:
         return None
     last, longest = window.intervals[-1], max(found, key=found.__getitem__)
@@ -181,8 +187,7 @@ def _link(window: Window) -> StragglerVerdict | None:
 
 def _imbalance(intervals: Sequence[Interval]) -> StragglerVerdict | None:
     """Return the verdict that ranks are late in turn: what they compute varies from step to step."""
-    deviations = (sqrt(_variance([one.waiting[rank] for one in intervals])) for rank in intervals[-1].waits)
-    share = fmean(deviations) * sqrt(fmean(one.steps for one in intervals))
+    share = fmean(map(sqrt, _variances(intervals))) * sqrt(fmean(one.steps for one in intervals))
     return StragglerVerdict("imbalance", share) if share >= MIN_SHARE else None
 
 

@@ -23,17 +23,19 @@ def test_each_kind_of_trouble_is_judged_right(kind: str) -> None:
 
 
 @pytest.mark.long
-def test_jobs_of_each_kind_are_judged_right_within_a_minute() -> None:
-    rows = evaluate(20)
+@pytest.mark.timeout(900)
+def test_a_hundred_jobs_of_each_kind_are_judged_right_within_a_minute() -> None:
+    rows = evaluate(100)
     print(table(rows))
-    assert [row.kind for row in rows if row.right < 19] == []
+    assert [row.kind for row in rows if row.right < 95] == []
     assert sum(row.misnamed for row in rows) <= 0.01 * sum(len(row.outcomes) for row in rows if row.names)
     assert {row.kind: row.after(0.95) for row in rows if (row.after(0.95) or 0.0) > 60} == {}
 
 
 @pytest.mark.long
-def test_no_rank_is_named_in_healthy_hours() -> None:
-    assert misnamed_in(200) == 0
+@pytest.mark.timeout(900)
+def test_no_rank_is_named_in_a_thousand_healthy_hours() -> None:
+    assert misnamed_in(1000) == 0
 
 
 @pytest.mark.long

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,11 +35,19 @@ def test_each_replica_and_stage_has_its_published_part(
 ) -> None:
     replay, published, ideal = trace
     for stage, slowdown in published["blocking_decompose_by_stage"].items():
-        seconds = replay.step_seconds(lambda _, operation, stage=int(stage): operation.stage == stage)  # type: ignore[misc]
+        seconds = replay.step_seconds(of_stage(int(stage)))
         assert seconds / ideal == pytest.approx(slowdown, rel=1e-3), f"stage {stage}"
-    for number, slowdown in list(published["blocking_decompose_by_dp_rank"].items())[:2]:
-        seconds = replay.step_seconds(lambda replica, _, number=int(number): replica == number)  # type: ignore[misc]
-        assert seconds / ideal == pytest.approx(slowdown, rel=1e-3), f"replica {number}"
+    for replica, slowdown in list(published["blocking_decompose_by_dp_rank"].items())[:2]:
+        seconds = replay.step_seconds(of_replica(int(replica)))
+        assert seconds / ideal == pytest.approx(slowdown, rel=1e-3), f"replica {replica}"
+
+
+def of_stage(stage: int) -> Callable[[int, Operation], bool]:
+    return lambda _, operation: operation.stage == stage
+
+
+def of_replica(number: int) -> Callable[[int, Operation], bool]:
+    return lambda replica, _: replica == number
 
 
 def one_stage() -> list[Row]:

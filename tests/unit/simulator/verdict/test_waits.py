@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from simulator.verdict.waits import Communicator, Interval, RankTotals, Unmeasured, below_others
 
 TP, DP = Communicator("tp", (0, 1)), Communicator("dp", (0, 1, 2, 3))
-PIPELINE = Communicator("pp", (0, 2))
 
 
 def totals(steps: float, wait: float, *groups: Communicator) -> RankTotals:
