@@ -98,7 +98,7 @@ def rule_groups(settings: AlertSettings) -> dict[str, object]:
     """
     every = alerts(settings)
     wanted, found = {record.name: record for record in records(settings)}, set[str]()
-    pending = [text for alert in every for text in (alert.expr, alert.description)]
+    pending = [alert.expr for alert in every] + [alert.description for alert in every if alert.severity not in UNREAD]
     while pending:
         text = pending.pop()
         new = {name for name in wanted.keys() - found if re.search(rf"(?<![\w:]){name}(?![\w:])", text)}

@@ -21,6 +21,7 @@ from math import inf, isfinite
 from typing import NamedTuple
 
 from simulator.verdict.waits import Communicator
+from simulator.verdict.whatif import order_of_passes
 
 MICROBATCHES, PARTS = 4, 4  # of a step, and of a pass
 FORWARD, BACKWARD = 0.010, 0.020  # seconds of computation in a pass of one microbatch
@@ -108,15 +109,6 @@ class _Pass(NamedTuple):
     microbatch: int
 
 
-def schedule(stage: int, stages: int) -> list[tuple[str, int]]:
-    """Return the passes of a stage in 1F1B, as (direction, microbatch)."""
-    warm = min(stages - stage - 1, MICROBATCHES)
-    passes = [("forward", number) for number in range(warm)]
-    for number in range(MICROBATCHES - warm):
-        passes += [("forward", warm + number), ("backward", number)]
-    return passes + [("backward", number) for number in range(MICROBATCHES - warm, MICROBATCHES)]
-
-
 def step(layout: Layout, disturbance: Disturbance | None = None) -> Step:
     """Simulate one step. With a rank that stops, `seconds` is infinite and infinite waits are left out."""
     return _Simulation(layout, disturbance or Disturbance()).run()
@@ -133,7 +125,10 @@ class _Simulation:
 
     def run(self) -> Step:
         stages = self._layout.pp
-        queues = [schedule(stage, stages) for stage in range(stages)]
+        queues = [
+            [("forward" if forward else "backward", number) for forward, number in order_of_passes(later, MICROBATCHES)]
+            for later in reversed(range(stages))
+        ]
         while any(queues):
             for stage, queue in enumerate(queues):
                 while queue and self._ready(stage, *queue[0], stages):

@@ -7,7 +7,7 @@ while it does not wait.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import fsum
@@ -103,27 +103,23 @@ class Interval:
             stages[after] = stages[before] + 1
         return stages
 
-    @property
-    def collectives(self) -> Iterator[Communicator]:
-        """Yield the communicators with collectives, the finest first."""
-        return (group for group in self.communicators if group.kind != POINT_TO_POINT and len(group.ranks) > 1)
-
     @cached_property
     def longer(self) -> dict[Place, float]:
         """Return how much longer each rank computes than its peers in each communicator, the finest first."""
-        found: dict[Place, float] = {}
-        for group in self.collectives:
-            below = below_others({rank: self.waiting[rank] for rank in group.ranks})
-            found |= {(group, rank): share for rank, share in below.items()}
-        return found
+        return self._below_peers(lambda group, rank: self.waiting[rank])
 
     @cached_property
     def kept(self) -> dict[Place, float]:
         """Return how long each rank keeps its peers waiting in each communicator."""
+        return self._below_peers(lambda group, rank: self.waits[rank][group])
+
+    def _below_peers(self, wait: Callable[[Communicator, int], float]) -> dict[Place, float]:
+        """Return how far a wait of each rank is below that of its peers, by communicator with collectives."""
         found: dict[Place, float] = {}
-        for group in self.collectives:
-            below = below_others({rank: self.waits[rank][group] for rank in group.ranks})
-            found |= {(group, rank): share for rank, share in below.items()}
+        for group in self.communicators:
+            if group.kind != POINT_TO_POINT and len(group.ranks) > 1:
+                below = below_others({rank: wait(group, rank) for rank in group.ranks})
+                found |= {(group, rank): share for rank, share in below.items()}
         return found
 
     @cached_property

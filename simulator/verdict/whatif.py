@@ -70,7 +70,7 @@ def pipeline_seconds(stages: Sequence[float], microbatches: int) -> float:
     """Return the seconds of all microbatches, given the seconds that each stage computes for all of them."""
     if len(stages) == 1:
         return stages[0]
-    queues = [_order(len(stages) - 1 - stage, microbatches) for stage in range(len(stages))]
+    queues = [order_of_passes(len(stages) - 1 - stage, microbatches) for stage in range(len(stages))]
     ended: dict[tuple[int, bool, int], float] = {}
     now = [0.0] * len(stages)
     while any(queues):
@@ -87,8 +87,8 @@ def pipeline_seconds(stages: Sequence[float], microbatches: int) -> float:
     return max(now)
 
 
-def _order(later: int, microbatches: int) -> list[tuple[bool, int]]:
-    """Return the passes of a stage with `later` stages after it, as (whether it is a forward pass, microbatch)."""
+def order_of_passes(later: int, microbatches: int) -> list[tuple[bool, int]]:
+    """Return the 1F1B passes of a stage with `later` stages after it: whether it is a forward one, and microbatch."""
     warm = min(later, microbatches)
     order = [(True, number) for number in range(warm)]
     for number in range(microbatches - warm):
