@@ -218,7 +218,8 @@ def ncu(machine: Machine, gpu: Gpu, seconds: float, report: Report) -> None:
     counter = meter(machine, gpu)
     environ = dict(os.environ, CUDA_VISIBLE_DEVICES=gpu.uuid, PYTHONPATH=os.pathsep.join(filter(None, sys.path)))
     kernel = "import torch; a = torch.ones(512, 512, device='cuda'); print((a @ a).sum().item())"
-    command = [program, "--launch-count", "1", sys.executable, "-c", kernel]
+    # By default, ncu locks the clocks while it profiles. A check changes no setting of a GPU.
+    command = [program, "--clock-control", "none", "--launch-count", "1", sys.executable, "-c", kernel]
     refused: list[str] = []
     began = machine.clock()
     with subprocess.Popen(
