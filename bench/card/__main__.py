@@ -127,7 +127,8 @@ def outside(section: Section, gpu: Gpu, label: str, scale: float, left: float, o
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "result"
         command = [sys.executable, "-m", "bench.card", "--section", section.name, "--result", str(file)]
-        command += ["--gpu", str(gpu.index), "--label", label, "--share", str(section.seconds * scale)]
+        share = min(section.seconds * scale, left / 2)
+        command += ["--gpu", str(gpu.index), "--label", label, "--share", str(share)]
         command += ["--device", options.device]
         command += ["--simulated", str(options.simulated)] if options.simulated is not None else []
         environ = dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path)))
@@ -142,7 +143,11 @@ def outside(section: Section, gpu: Gpu, label: str, scale: float, left: float, o
             errors.seek(0)
             last = (errors.read().strip().splitlines() or ["no output"])[-1]
         lines, facts, recorded = read(file)
-        if not ended:
+        if not ended and limit < section.limit:
+            lines.append(
+                Line(INFO, f"{section.name}.time", f"no end within the {left:.0f} s that were left", gpu=label)
+            )
+        elif not ended:
             lines.append(Line(FAIL, f"{section.name}.deadline", f"no end within {limit:.0f} s", "an end", label))
         elif process.returncode != 0:
             status = f"status {process.returncode}: {last}"

@@ -282,12 +282,12 @@ def process(machine: Machine, gpu: Gpu, seconds: float, report: Report) -> None:
         report.info("memory", f"{used} bytes, nvidia-smi {smi or 'unknown'} MiB")
     else:
         report.near("memory", used / 2**20, float(smi), MEMORY_SHARE, " MiB")
-    both = memory.used + memory.reserved
+    # Without the driver's reserve, which CUDA counts neither as used nor as part of the whole.
     margin = work.memory * MEMORY_SHARE + MEMORY_SLACK
     if work.memory == 0:
-        report.info("gpu_memory", f"{both} bytes")
+        report.info("gpu_memory", f"{memory.used} bytes")
     else:
-        report.within("gpu_memory", both, work.memory - margin, work.memory + margin, " bytes")
+        report.within("gpu_memory", memory.used, work.memory - margin, work.memory + margin, " bytes")
 
 
 def owners_on(machine: Machine, gpu: Gpu) -> list[str]:

@@ -9,6 +9,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -36,6 +37,7 @@ SM = next(metric for metric, name in NAMES.items() if name == "sm")
 SM_MARGIN, MATRIX = 0.1, 8192
 EXACT_SHARE = 1.02  # of the rate with fast accumulation, which is not the slower one on any card
 Stalled = tuple[float, list[float], float]
+Sample = Callable[[], object]
 PEAK_SHARE = (0.6, 1.0)  # of the data sheet's dense peak that matrix products reach at the power limit
 
 
@@ -62,6 +64,7 @@ def flops(device: str, seconds: float, report: Report, larger: bool = True) -> N
     for _ in range(STEPS):
         model(tokens).backward()
         run.step(tokens=batch * length)
+    settle(on)  # a step counts once the device has reached its end
     flops_lines("hook", value(run, "training_model_flops_total") / STEPS, causal, report)
     run.finish()
     # PyTorch counts no attention, all scores, or also recomputed scores, depending on the kernel.
@@ -69,6 +72,12 @@ def flops(device: str, seconds: float, report: Report, larger: bool = True) -> N
     # 6 N per token, and causal attention: its scores and their product with the values are each half of 2 T width.
     by_hand = matmuls / (batch * length) + 6 * layers * width * length
     mfu(model, tokens, by_hand, None if on.type == "cuda" else CPU_PEAK, seconds, report)
+
+
+def settle(device: torch.device) -> None:
+    """Wait until a CUDA device has done its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
 
 
 def flops_lines(name: str, counted: float, formula: float, report: Report) -> None:
@@ -86,18 +95,17 @@ def mfu(
     names = ("training_model_flops_total", "training_capacity_flops_total")
     given = {} if peak_flops is None else {"peak_flops": peak_flops}
     run = pushing(model=model, **given)
-    settle = torch.cuda.synchronize if tokens.is_cuda else bool
     for _ in range(3):  # the first step is startup, in which FLOPs are counted and kernels are chosen
         model(tokens).backward()
         run.step(tokens=1)
-    settle()
+    settle(tokens.device)
     before = [value(run, name) for name in names]
     began, counted = time.perf_counter(), 0
     while time.perf_counter() - began < seconds:
         model(tokens).backward()
         run.step(tokens=len(tokens) * (tokens.shape[1] - 1))
         counted += len(tokens) * (tokens.shape[1] - 1)
-    settle()
+    settle(tokens.device)
     rate = counted * by_hand / (time.perf_counter() - began)
     flops, capacity = (value(run, name) - earlier for name, earlier in zip(names, before, strict=True))
     run.finish()
@@ -179,7 +187,7 @@ def stall(device: str, seconds: float, report: Report) -> None:
         if not chosen:
             raise Unavailable("CUDA_VISIBLE_DEVICES is not the uuid of one GPU")
         work = full_load(LOADER_SECONDS)
-        active, (measured, slept, whole) = sm_active(machine, chosen[0], lambda: stalled(on, seconds / 2, work))
+        active, (measured, slept, whole) = sm_active(machine, chosen[0], partial(stalled, on, seconds / 2, work))
         activity_line(active, (measured + slept[0]) / whole, report)
 
 
@@ -200,13 +208,14 @@ def full_load(seconds: float) -> Callable[[], object]:
     return lambda: work(repeats)
 
 
-def sm_active(machine: Machine, gpu: Gpu, train: Callable[[], Stalled]) -> tuple[float | None, Stalled]:
-    """Train, and return the mean share of active SMs meanwhile, None without a number. Raises Unavailable."""
+def sm_active(machine: Machine, gpu: Gpu, train: Callable[[Sample], Stalled]) -> tuple[float | None, Stalled]:
+    """Train, and return the mean share of active SMs meanwhile, None without a number. Raises Unavailable.
+
+    `train` takes samples at the begin and at the end of the time that it measures.
+    """
     counter = meter(machine, gpu)
     try:
-        advance(machine, counter)
-        result = train()
-        advance(machine, counter)
+        result = train(partial(advance, machine, counter))
     finally:
         counter.close()
     activity = counter.activity
@@ -219,8 +228,8 @@ def activity_line(active: float | None, idle: float, report: Report) -> None:
     report.within("sm_active", active, 1 - idle - SM_MARGIN, 1 - idle + SM_MARGIN)
 
 
-def stalled(on: torch.device, seconds: float, work: Callable[[], object]) -> Stalled:
-    """Train from a loader that sleeps, with `work` in each step.
+def stalled(on: torch.device, seconds: float, work: Callable[[], object], sample: Sample = bool) -> Stalled:
+    """Train from a loader that sleeps, with `work` in each step. Call `sample` at the begin and at the end.
 
     Return the seconds of data stall, of each sleep of the loader, and of the whole.
     """
@@ -236,14 +245,15 @@ def stalled(on: torch.device, seconds: float, work: Callable[[], object]) -> Sta
             slept.append(time.monotonic() - began)
             yield torch.randint(256, (BATCH, LENGTH + 1), device=on)
 
+    sample()
     first = time.monotonic()
     for tokens in run.batches(loader()):
         model(tokens).backward()
         work()
         run.step(tokens=1)
-    if on.type == "cuda":
-        torch.cuda.synchronize()
+    settle(on)
     whole = time.monotonic() - first
+    sample()
     measured = value(run, "training_activity_seconds_total", activity="data_stall")
     run.finish()
     return measured, slept, whole

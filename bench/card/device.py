@@ -17,6 +17,7 @@ from bench.card.report import Report, Unavailable
 from flopwatch.training.torch import device as hook
 
 MARKS = 2000
+IN_A_ROW = 500  # calls, fewer than the commands that the device's queue takes before the host must wait
 SYNCED_EVERY = 10  # marks, so that the host runs ahead of the device in between
 ABSOLUTE_SECONDS, GAP_SECONDS = 0.002, 20e-6
 GROUPS, WIDTH = 81, 1024  # of an FSDP2 model as large as 70B has, with one more for the root
@@ -28,11 +29,22 @@ NEVER = 1 << 30  # steps between two measured ones
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Mark: seconds on the host's clock, device's milliseconds since the first mark, host's time after it or None."""
+    """Mark in seconds on the host's clock, between two events, and the host's time after it or None.
+
+    `before` and `after` are the device's milliseconds at the events, since the first event of all.
+    """
 
     at: float
-    device: float
+    before: float
+    after: float
     synced: float | None
+
+
+def timed() -> Any:
+    """Return a CUDA event on the current stream, recorded now."""
+    event = cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 def clock(device: str, seconds: float, report: Report) -> None:
@@ -46,34 +58,44 @@ def clock(device: str, seconds: float, report: Report) -> None:
     matrix = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
     draw = random.Random(0)
     cost: list[float] = []
-    pending: list[tuple[Any, Any, float | None]] = []
+    pending: list[tuple[Any, Any, Any, float | None]] = []
     began = time.monotonic()
     while len(pending) < MARKS and time.monotonic() - began < seconds:
         for _ in range(draw.randrange(4)):
             matrix @ matrix
-        asked = time.perf_counter()
+        before, asked = timed(), time.perf_counter()
         mark: Any = moments.mark()
         cost.append(time.perf_counter() - asked)
-        event = cuda.Event(enable_timing=True)
-        event.record()
-        synced = None
+        after, synced = timed(), None
         if len(pending) % SYNCED_EVERY == SYNCED_EVERY - 1:
             torch.cuda.synchronize()
             synced = time.monotonic()
             getattr(mark, "at", float)()
-        pending.append((mark, event, synced))
+        pending.append((mark, before, after, synced))
         time.sleep(draw.random() * 0.01)
     torch.cuda.synchronize()
-    queries = [took(event.query) for _, event, _ in pending]
+    queries = [took(after.query) for _, _, after, _ in pending]
+    origin = pending[0][1]
     samples = [
-        Sample(at, pending[0][1].elapsed_time(event), synced)
-        for mark, event, synced in pending
+        Sample(at, origin.elapsed_time(before), origin.elapsed_time(after), synced)
+        for mark, before, after, synced in pending
         if isinstance(mark, hook.Moment) and (at := mark.at()) is not None
     ]
     marks_line(len(samples), len(pending), errors, report)
+    compare(samples, report)
     cost_line("mark_cost", cost, report)
     cost_line("query_cost", queries, report)
-    compare(samples, report)
+    _costs_in_a_row(moments, report)
+
+
+def _costs_in_a_row(moments: hook.Moments, report: Report) -> None:
+    """Report the cost of marks in a row, and next to it that of an event alone and of a small kernel."""
+    event, small = timed(), torch.zeros(1, device="cuda")
+    calls = {"mark": moments.mark, "event": event.record, "kernel": lambda: small.add_(1)}
+    for name, call in calls.items():
+        torch.cuda.synchronize()
+        cost_line(f"{name}_in_a_row", [took(call) for _ in range(IN_A_ROW)], report)
+    torch.cuda.synchronize()
 
 
 def took(call: Callable[[], object]) -> float:
@@ -103,14 +125,21 @@ def compare(samples: Sequence[Sample], report: Report) -> None:
     # A synchronized host is later than the device, by microseconds of the call.
     report.within("error_max", max(map(abs, late)) * 1e3, 0, ABSOLUTE_SECONDS * 1e3, " ms")
     report.check("not_later", max(late) <= GAP_SECONDS, f"{max(late) * 1e6:.1f} us", "no mark after the host saw it")
-    gaps = [abs((after.at - before.at) - (after.device - before.device) / 1e3) for before, after in pairwise(samples)]
+    gaps = [gap_error(one, other) for one, other in pairwise(samples)]
     report.within("gap_error_p99", quantile(gaps, 0.99) * 1e6, 0, GAP_SECONDS * 1e6, " us")
     report.info("gap_error_max", f"{max(gaps) * 1e6:.1f} us")
     synced = [sample for sample in samples if sample.synced is not None]
     host = (synced[-1].synced or 0.0) - (synced[0].synced or 0.0)
     if host > 0:
-        device = (synced[-1].device - synced[0].device) / 1e3
+        device = (synced[-1].after - synced[0].after) / 1e3
         report.info("drift", f"{(device / host - 1) * 1e6:.1f} ppm over {host:.1f} s")
+
+
+def gap_error(one: Sample, other: Sample) -> float:
+    """Return the seconds by which the time between two marks is too short or too long for the events around them."""
+    gap = other.at - one.at
+    least, most = (other.before - one.after) / 1e3, (other.after - one.before) / 1e3
+    return max(least - gap, gap - most, 0.0)
 
 
 def quantile(values: Sequence[float], share: float) -> float:

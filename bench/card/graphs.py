@@ -103,7 +103,10 @@ def compiled(report: Report) -> None:
 def waits_end(report: Report) -> None:
     """Capture a DDP model, in whose replays no wait is seen, so that the hook must report why waits ended."""
     with two_ranks_in_name(), warnings_of("flopwatch") as logged:
-        model = replicated(torch.device("cuda"))
+        # DDP keeps the stream on which it is made, and a capture cannot contain the default stream.
+        with torch.cuda.stream(cuda.Stream()):
+            model = replicated(torch.device("cuda"))
+        torch.cuda.synchronize()
         run = silent(model=model)
         run.recorder.sample(1)
         tokens = torch.randint(256, (BATCH, LENGTH), device="cuda")

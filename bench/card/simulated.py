@@ -76,7 +76,7 @@ class SimulatedMachine(Machine):
         self.node.load(gpu.index, 1.0)
         self.pass_time(0.1)
         began, before = self.now, self._busy(gpu)
-        work = Work(h100.pid(gpu.index), h100.MEMORY_BUSY + h100.MEMORY_RESERVED)
+        work = Work(h100.pid(gpu.index), h100.MEMORY_BUSY)
         try:
             yield work
         finally:

@@ -92,7 +92,7 @@ def test_a_fail_has_status_1_and_the_other_sections_go_on(node: SimulatedNode, t
 
 def test_a_call_that_hangs_costs_its_own_section(node: SimulatedNode, tmp_path: Path) -> None:
     node.hang("nvmlDeviceGetEccMode")
-    arguments = ("--simulated", node.root, "--out", tmp_path / "report", "--seconds", 14)
+    arguments = ("--simulated", node.root, "--out", tmp_path / "report", "--seconds", 30)
     done = card(*arguments, "--only", "events,layout", "--json")
     lines = {(line["name"], line["gpu"]): line for line in json.loads(done.stdout)["lines"]}
     assert done.returncode == 1

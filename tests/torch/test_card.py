@@ -66,7 +66,7 @@ def marks(error: float = 0.0, gap: float = 0.0, drift: float = 0.0) -> list[Samp
         seconds = index * 0.01
         at = 1000 + seconds * (1 + drift) + (gap if index % 2 else 0)
         synced = 1000 + seconds * (1 + drift) + 1e-5 + error if index % 10 == 0 else None
-        samples.append(Sample(at, seconds * 1e3, synced))
+        samples.append(Sample(at, seconds * 1e3 - 0.005, seconds * 1e3 + 0.005, synced))
     return samples
 
 
@@ -331,10 +331,15 @@ def test_a_loader_that_sleeps_is_data_stall() -> None:
 def test_active_sms_agree_with_the_data_stall_of_a_loop(tmp_path: Path) -> None:
     machine = SimulatedMachine(tmp_path / "node")
 
-    def train() -> compute.Stalled:
-        for load in (0.0, 1.0):
+    def train(sample: compute.Sample) -> compute.Stalled:
+        for load in (1.0, 0.0, 1.0):  # before the first sample, the model is made
+            if load == 0.0:
+                sample()
             machine.node.load(0, load)
             machine.sleep(2.0)
+        sample()
+        machine.node.load(0, 0.0)
+        machine.sleep(2.0)
         return 1.5, [0.5], 4.0
 
     active, stalled = compute.sm_active(machine, machine.gpus()[0], train)

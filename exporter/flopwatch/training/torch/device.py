@@ -30,8 +30,9 @@ Failed = Callable[[str, Exception], None]
 # Events in use, some hundred bytes each: enough for 10 s of a model of 81 FSDP2 groups. Beyond that, for example in a
 # hang, marks are missed. The last ones are kept for the ends of steps.
 MAX_EVENTS, STEP_EVENTS = 65_536, 64
-# Moments settled at a time, about a millisecond, so that the loop's thread gets the interpreter's lock in between.
-SLICE, PAUSE = 200, 0.001
+# Moments and seconds settled at a time, so that the loop's thread gets the interpreter's lock in between. A moment took
+# 3 us on one machine and 12 us on another.
+SLICE, SLICE_SECONDS, PAUSE = 200, 0.001, 0.001
 MAX_WAIT = 0.1  # seconds, for another thread that queries the device
 _THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
@@ -215,12 +216,12 @@ class _Line:
         self._last = float("-inf")  # time of the last moment reached: none is before it
 
     def ask(self) -> None:
-        """Set the time of every moment the device has reached, with a pause after each SLICE."""
+        """Set the time of every moment the device has reached, with a pause after each slice."""
         while self.settle():
             time.sleep(PAUSE)
 
     def settle(self, wait: bool = True) -> bool:
-        """Set the time of at most SLICE moments the device has reached. Return whether there may be more.
+        """Set the times of one slice of the moments that the device has reached. Return whether there may be more.
 
         Without `wait`, do nothing while another thread does this.
         """
@@ -229,11 +230,14 @@ class _Line:
             return False
         try:
             if self.pending:
+                until = self._clock() + SLICE_SECONDS
                 with self.device.cuda.asking(self.device.index):
                     for _ in range(SLICE):
                         if not self.pending or not self._settled(self.pending[0]):
                             return False
                         self.pending.popleft()
+                        if self._clock() >= until:
+                            break
                     return True
         except Exception as error:
             self._give_up(error)
