@@ -144,9 +144,8 @@ def outside(section: Section, gpu: Gpu, label: str, scale: float, left: float, o
             last = (errors.read().strip().splitlines() or ["no output"])[-1]
         lines, facts, recorded = read(file)
         if not ended and limit < section.limit:
-            lines.append(
-                Line(INFO, f"{section.name}.time", f"no end within the {left:.0f} s that were left", gpu=label)
-            )
+            over = f"no end within the {left:.0f} s that were left"
+            lines.append(Line(INFO, f"{section.name}.time", over, gpu=label))
         elif not ended:
             lines.append(Line(FAIL, f"{section.name}.deadline", f"no end within {limit:.0f} s", "an end", label))
         elif process.returncode != 0:

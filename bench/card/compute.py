@@ -187,8 +187,8 @@ def stall(device: str, seconds: float, report: Report) -> None:
         if not chosen:
             raise Unavailable("CUDA_VISIBLE_DEVICES is not the uuid of one GPU")
         work = full_load(LOADER_SECONDS)
-        active, (measured, slept, whole) = sm_active(machine, chosen[0], partial(stalled, on, seconds / 2, work))
-        activity_line(active, (measured + slept[0]) / whole, report)
+        active, (measured, _, whole) = sm_active(machine, chosen[0], partial(stalled, on, seconds / 2, work))
+        activity_line(active, measured / whole, report)
 
 
 def full_load(seconds: float) -> Callable[[], object]:
@@ -229,9 +229,10 @@ def activity_line(active: float | None, idle: float, report: Report) -> None:
 
 
 def stalled(on: torch.device, seconds: float, work: Callable[[], object], sample: Sample = bool) -> Stalled:
-    """Train from a loader that sleeps, with `work` in each step. Call `sample` at the begin and at the end.
+    """Train from a loader that sleeps, with `work` in each step.
 
-    Return the seconds of data stall, of each sleep of the loader, and of the whole.
+    Return the seconds of data stall, of each sleep of the loader, and of the whole from the end of the first step
+    (startup) to that of the last. `sample` is called at both.
     """
     model = Model().to(on)
     run = silent(model=model)
@@ -245,15 +246,18 @@ def stalled(on: torch.device, seconds: float, work: Callable[[], object], sample
             slept.append(time.monotonic() - began)
             yield torch.randint(256, (BATCH, LENGTH + 1), device=on)
 
-    sample()
-    first = time.monotonic()
+    began = None
     for tokens in run.batches(loader()):
         model(tokens).backward()
         work()
         run.step(tokens=1)
+        if began is None:
+            settle(on)
+            sample()
+            began = time.monotonic()
     settle(on)
-    whole = time.monotonic() - first
     sample()
+    whole = time.monotonic() - (began or 0.0)
     measured = value(run, "training_activity_seconds_total", activity="data_stall")
     run.finish()
     return measured, slept, whole

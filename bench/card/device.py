@@ -136,7 +136,7 @@ def compare(samples: Sequence[Sample], report: Report) -> None:
 
 
 def gap_error(one: Sample, other: Sample) -> float:
-    """Return the seconds by which the time between two marks is too short or too long for the events around them."""
+    """Return how many seconds the time between two marks is shorter or longer than the events around them allow."""
     gap = other.at - one.at
     least, most = (other.before - one.after) / 1e3, (other.after - one.before) / 1e3
     return max(least - gap, gap - most, 0.0)

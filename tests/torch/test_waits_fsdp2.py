@@ -103,12 +103,7 @@ def watched(group: Any, monkeypatch: pytest.MonkeyPatch) -> Run:
 
 
 def train(run: Run, group: Any, cuda: SimulatedCuda, steps: int) -> None:
-    moments = cuda.moments()
-    run.recorder.mark, run.recorder.step_mark, run.recorder.mark_after = (
-        moments.mark,
-        moments.step_mark,
-        moments.mark_after,
-    )
+    run.recorder.follow(cuda.moments())
     for _ in range(steps):
         group.wait_for_unshard()
         cuda.current.work(COMPUTE)
@@ -177,14 +172,3 @@ def test_a_wait_asks_cuda_once_for_its_stream_and_whether_it_is_captured(monkeyp
     group.finalize_backward()
     assert cuda.calls == {"capturing": 3, "key": 3}
     assert value(run.snapshot(), "training_hook_errors_total") == 0
-
-
-@pytest.mark.parametrize(("step", "every"), [(2.5, 1), (1.5, 1), (0.6, 2), (0.1, 16)])
-def test_a_step_of_fsdp2_is_measured_every_two_seconds(
-    monkeypatch: pytest.MonkeyPatch, step: float, every: int
-) -> None:
-    cuda = SimulatedCuda()
-    place_of("2.6", monkeypatch)
-    run = watched(Group(cuda.current), monkeypatch)
-    run.recorder.choose_steps(step)
-    assert run.recorder.measure_every == every

@@ -71,8 +71,7 @@ class Instruments:
             from flopwatch.training.torch import device
 
             if (moments := device.moments(recorder.clock, recorder.failed)) is not None:
-                recorder.mark, recorder.mark_after = moments.mark, moments.mark_after
-                recorder.step_mark = moments.step_mark
+                recorder.follow(moments)
 
                 def report() -> None:
                     if moments.missed:

@@ -47,12 +47,17 @@ class Device:
         self.moments.append(Reached(self.clock.now))
         return self.moments[-1]
 
+    step_mark = mark
+
+    def mark_after(self, _: object) -> Reached:
+        return self.mark()
+
 
 def on_a_device() -> tuple[Run, Clock, Device]:
     clock = Clock()
     run = silent(clock, flops_per_token=10, peak_flops=100)
     device = Device(clock)
-    run.recorder.mark = run.recorder.step_mark = device.mark
+    run.recorder.follow(device)
     return run, clock, device
 
 
@@ -335,6 +340,17 @@ def test_about_two_steps_a_second_are_measured(seconds: float, every: int) -> No
     run.recorder.sample(5)
     run.snapshot()
     assert run.recorder.measure_every == 5
+
+
+@pytest.mark.parametrize(("seconds", "every"), [(2.5, 1), (1.5, 1), (0.6, 2), (0.1, 16)])
+def test_on_a_device_a_step_is_measured_every_two_seconds(seconds: float, every: int) -> None:
+    run, clock, device = on_a_device()
+    for _ in range(40):
+        clock.passes(seconds)
+        run.step()
+        device.moments[-1].when = clock.now
+    run.snapshot()
+    assert run.recorder.measure_every == every
 
 
 # Checkpoints.

@@ -45,7 +45,8 @@ PORT_FILES = (  # below the sysfs root, without gids, pkeys and node_desc, which
     "class/infiniband/*/device/hwmon/*/temp*",
     *(f"class/infiniband/*/device/net/*/{name}" for name in NET_FILES.split()),
 )
-WANTED_IN_KMSG = re.compile(r"NVRM|nvidia|SXid|mlx[45]_|infiniband|\bib_|pcieport .*AER")
+# Without the kernel's command line, which may hold tokens and addresses next to `mlx5_core`.
+WANTED_IN_KMSG = re.compile(r"^(?!.*ommand line: ).*(NVRM|nvidia|SXid|mlx[45]_|infiniband|\bib_|pcieport .*AER)")
 MAX_KMSG_RECORDS = 5000  # the newest are kept
 MAX_KMSG_RECORD_BYTES = 8192  # of /dev/kmsg
 

@@ -30,8 +30,7 @@ Failed = Callable[[str, Exception], None]
 # Events in use, some hundred bytes each: enough for 10 s of a model of 81 FSDP2 groups. Beyond that, for example in a
 # hang, marks are missed. The last ones are kept for the ends of steps.
 MAX_EVENTS, STEP_EVENTS = 65_536, 64
-# Moments and seconds settled at a time, so that the loop's thread gets the interpreter's lock in between. A moment took
-# 3 us on one machine and 12 us on another.
+# Moments and seconds settled at a time, so that the loop's thread gets the interpreter's lock in between.
 SLICE, SLICE_SECONDS, PAUSE = 200, 0.001, 0.001
 MAX_WAIT = 0.1  # seconds, for another thread that queries the device
 _THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL

@@ -28,8 +28,7 @@ log = logging.getLogger("flopwatch")
 WATCHED_PARAMETERS = 4
 STEPS_TO_BE_SURE = 2  # steps without a wait after which a warning is logged
 MEASURED_STEPS_TO_BE_SURE = 10  # the same for a model that had waits before
-# Seconds between two measured steps of FSDP2 on CUDA: a step of 80 groups has 650 marks of some microseconds.
-MEASURED_EVERY = 2.0
+_queue: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 
 
 class Unmeasured(Exception):
@@ -68,7 +67,7 @@ class Watch:
             recorder.in_wait = True
             return began
         except Exception as error:
-            self.failed(error)
+            recorder.failed("watch", error)
             return None
 
     def ends(self, began: Mark | None) -> None:
@@ -82,11 +81,7 @@ class Watch:
                 self._seen = True
                 recorder.waited(began, recorder.mark_after(began))
         except Exception as error:
-            self.failed(error)
-
-    def failed(self, error: Exception) -> None:
-        """Report an error that must not reach the model."""
-        self.recorder.failed("watch", error)
+            recorder.failed("watch", error)
 
     def check(self) -> None:
         """Report that the model's first steps had no wait for other ranks, or that waits ended. Called at each push."""
@@ -161,7 +156,6 @@ def _watch(watched: Watch, model: object) -> None:
     else:
         for group in groups:
             _watch_group(watched, group)
-            watched.recorder.measured_every = MEASURED_EVERY
     for reducer in reducers:
         parameters = [parameter for parameter in reducer.parameters() if parameter.requires_grad]
         bracket = _Bracket(watched, reducer)
@@ -224,7 +218,7 @@ class _Bracket:
                 self._passes.add(this)
                 _queue(functools.partial(self._before_reducer, this))
         except Exception as error:
-            self._watch.failed(error)
+            self._watch.recorder.failed("watch", error)
 
     def _before_reducer(self, this: int) -> None:
         try:
@@ -232,11 +226,7 @@ class _Bracket:
             if (began := self._watch.begins()) is not None:
                 _queue(functools.partial(self._watch.ends, began))
         except Exception as error:
-            self._watch.failed(error)
-
-
-def _queue(callback: Callable[[], None]) -> None:
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
+            self._watch.recorder.failed("watch", error)
 
 
 def _fsdp_groups(model: torch.nn.Module) -> Iterator[Any]:
@@ -330,7 +320,7 @@ def _timed_wait_for_unshard(watched: Watch, group: Any, wait_for_unshard: Callab
                 if result.all_gather_work is not None:
                     result.all_gather_work.wait()
         except Exception as error:
-            watched.failed(error)
+            watched.recorder.failed("watch", error)
         watched.ends(began)
         wait_for_unshard()
 

@@ -222,6 +222,8 @@ def test_nothing_that_names_the_node_is_left_anywhere_in_a_capture(
         f"4,6,1,-;NVRM: CPU: 3 PID: {pid} Comm: {process} Tainted: P           OE\n"
         f"4,7,1,-;nvidia: cannot open /home/{user}/libcuda.so (user={user})\n"
         f"4,8,1,-;NVRM: the board {serial} has been seen before\n"
+        "6,9,1,-;Command line: quiet driver_async_probe=mlx5_core token=t0ken\n"
+        "5,10,1,-;Kernel command line: quiet driver_async_probe=mlx5_core token=t0ken\n"
     )
     if not alive:
         node.fail("nvmlInit", pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
@@ -235,7 +237,7 @@ def test_nothing_that_names_the_node_is_left_anywhere_in_a_capture(
     names = (serial, network_address, node_guid, guid.hex(), str(address), *map(str, identities))
     assert [name for name in names if name in left] == []
     log = (folder / "capture" / "kmsg").read_text()
-    assert [name for name in (process, str(pid), user) if re.search(rf"\b{name}\b", log)] == []
+    assert [name for name in (process, str(pid), user, "t0ken") if re.search(rf"\b{name}\b", log)] == []
     assert (folder / "capture" / "nvml.json").exists() is alive
 
 
