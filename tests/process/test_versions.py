@@ -79,6 +79,13 @@ MOVES = re.compile(r'run="recording_training0-lm"|"run:training_mfu:ratio_1h",ru
 BRIEF = re.compile(r'run="(TrainingHang6-grown|NodeLost1-blip)"')
 
 ERRORS = re.compile(r"(prometheus_rule_evaluation_failures|vmalert_(recording|alerting)_rules_errors)_total.* [^0]\S*$")
+# How long evaluations took, and how many a busy server left out.
+TOOK = re.compile(
+    r'(?:prometheus_rule_group|vmalert_iteration)_duration_seconds\{(?:.*,)?quantile="0.99"\} ([0-9.e+-]+)$',
+    re.MULTILINE,
+)
+MISSED = re.compile(r'_(?:iterations|iteration)_missed_total\{(?:rule_group="[^"]*;|group=")([^"]+)".*\} (\S+)$', re.M)
+Missed = frozenset[tuple[str, float]]
 
 
 @dataclass(slots=True)
@@ -90,6 +97,8 @@ class Seen:
     records: dict[str, Samples] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
     rules: int = 0
+    took: float = 0.0  # seconds of an evaluation of a group, at the 99th percentile
+    missed: Missed = frozenset()  # evaluations that were left out, by group
 
     def fired(self) -> dict[str, tuple[float, float]]:
         """Return when each alert began to fire and how long it did at the longest, by its labels."""
@@ -179,9 +188,18 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Seen]:
             every_rule = [rule for group in groups for rule in group["rules"]]
             window = time.time() - target.began
             failures = [f"{rule['name']}: {rule['lastError']}" for rule in every_rule if rule.get("lastError")]
-            failures += [line for line in fetch(f"{alerting}/metrics").decode().splitlines() if ERRORS.match(line)]
+            metrics = fetch(f"{alerting}/metrics").decode()
+            failures += [line for line in metrics.splitlines() if ERRORS.match(line)]
+            took, missed = max(map(float, TOOK.findall(metrics))), MISSED.findall(metrics)
+            assert {group for group, _ in missed} == {group["name"] for group in groups}, metrics
             found[name] = Seen(
-                name, raw(url, "ALERTS", window), raw(url, '{__name__=~".+:.+"}', window), failures, len(every_rule)
+                name,
+                raw(url, "ALERTS", window),
+                raw(url, '{__name__=~".+:.+"}', window),
+                failures,
+                len(every_rule),
+                took,
+                frozenset((group, float(count)) for group, count in missed if float(count)),
             )
         return found
 
@@ -193,15 +211,23 @@ def test_every_server_takes_and_evaluates_every_rule(seen: dict[str, Seen]) -> N
 
 
 @cache
-def late(name: str, hidden: float | None, above: frozenset[str] = frozenset()) -> float:
+def late(
+    name: str,
+    hidden: float | None,
+    took: float = 0.0,
+    missed: Missed = frozenset(),
+    above: frozenset[str] = frozenset(),
+) -> float:
     """Return how much later one server may evaluate an alert or record than another, in seconds at this pace.
 
-    Its own group's interval, and that of each record or alert in the chain it reads. Prometheus sees what stands before
-    it in its group at once; vmalert sees nothing for `hidden` seconds.
+    Its own group's interval, and that of each record or alert in the chain it reads, each with the seconds that an
+    evaluation `took` and the evaluations that the group `missed`. Prometheus sees what stands before it in its group at
+    once; vmalert sees nothing for `hidden` seconds.
     """
     groups: Any = rules(SETTINGS)["groups"]
     where = {rule.get("alert") or rule["record"]: group for group in groups for rule in group["rules"]}
-    own, read = seconds(where[name]["interval"]), 0.0
+    left_out = max((count for group, count in missed if group == where[name]["name"]), default=0.0)
+    own, read = seconds(where[name]["interval"]) * (1 + left_out) + took, 0.0
     for rule in where[name]["rules"]:
         if name in (rule.get("alert"), rule.get("record")):
             words = set(re.findall(r"[A-Za-z_:][\w:]*", rule["expr"]))
@@ -209,7 +235,7 @@ def late(name: str, hidden: float | None, above: frozenset[str] = frozenset()) -
                 words |= {other for other in where if re.fullmatch(names, other)}
             for other in (words & where.keys()) - above - {name}:
                 at_once = hidden is None and where[other] is where[name]
-                read = max(read, late(other, hidden, above | {name}) - (own if at_once else 0))
+                read = max(read, late(other, hidden, took, missed, above | {name}) - (own if at_once else 0))
     return own + (hidden or 0) + read
 
 
@@ -230,13 +256,14 @@ def test_the_same_alerts_fire_within_one_evaluation(seen: dict[str, Seen]) -> No
     wrong = []
     for newest, other, chained in pairs(seen):
         in_time = []
+        took, missed = max(newest.took, other.took), newest.missed | other.missed
         there, here = newest.fired(), other.fired()
         end = max(samples[-1][0] for samples in newest.alerts.values())
         for labels in sorted(there.keys() | here.keys()):
             found = re.search(r'alertname="(\w+)"', labels)
             assert found
             name = found[1]
-            most = late(name, NEW if chained else None) + SCRAPE + STALL
+            most = late(name, NEW if chained else None, took, missed) + SCRAPE + STALL
             if labels in there and labels in here:
                 early = there[labels][0] - here[labels][0]
                 in_time.append(abs(early) <= interval[name] + SCRAPE)
