@@ -128,8 +128,9 @@ runs = [
 time = [
     d.timeseries(
         "GPU time by bucket",
-        "Number of GPUs whose time is in each bucket, over all runs. Expected: mostly `productive`, in "
-        "reinforcement learning also `generation`.",
+        "Number of GPUs whose time is in each bucket, over all runs. Time counts when a step or an attempt ends. "
+        "After a long one, the sum is therefore higher for some minutes than the number of GPUs. Expected: mostly "
+        "`productive`, in reinforcement learning also `generation`.",
         d.Query(
             f"sum by (bucket) (max by (tenant, run, bucket) (rate({m.RUN_GPU_SECONDS_TOTAL}{LEDGER}{p.RATE})))",
             "{{bucket}}",

@@ -64,7 +64,10 @@ def read(prometheus: PrometheusApi, run: str) -> Summary:
         'group by (alertname, severity) (ALERTS{alertstate="firing",alertname!="FlopwatchWatchdog"})'
     )
     return Summary(
-        mfu=prometheus.value(f"max(avg_over_time({recording.RUN_MFU}{this}[1d]))"),
+        mfu=prometheus.value(
+            f"sum(increase({m.TRAINING_MODEL_FLOPS_TOTAL}{this}[1d]))"
+            f" / (sum(increase({m.TRAINING_CAPACITY_FLOPS_TOTAL}{this}[1d])) > 0)"
+        ),
         effective_mfu=prometheus.value(f"max({recording.EFFECTIVE_MFU}{this})"),
         goodput=prometheus.value(f"max({recording.GOODPUT}{this})"),
         ettr=prometheus.value(f"max({recording.ETTR}{this})"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from demo.cluster import FAULTS, HOST, STRAGGLER, PageServer, ServedCluster, jobs, text
@@ -10,7 +12,7 @@ from flopwatch import catalogue as m
 from flopwatch.ledger.ledger import Ledger
 from simulator.hooks import Hooks, slowest_rank
 from simulator.host import SimulatedNode
-from simulator.metrics import Line
+from simulator.metrics import Line, ledger_lines
 from simulator.nodes import EPOCH, Noise
 from simulator.topology import Topology
 from simulator.world import SimulatedCluster
@@ -86,6 +88,27 @@ def test_a_run_s_mfu_is_the_one_that_was_asked_for(scraped: dict[str, list[tuple
         for row in (m.TRAINING_MODEL_FLOPS_TOTAL, m.TRAINING_CAPACITY_FLOPS_TOTAL)
     )
     assert model / capacity == pytest.approx(0.31, rel=0.05)
+
+
+def test_the_ledger_of_the_cluster_counts_what_the_straggler_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    ledgers: list[Ledger] = []
+
+    def look(cluster: ServedCluster, world: SimulatedCluster, ledger: Ledger, t: float, began: float) -> None:
+        ledgers.append(ledger)
+        for _ in cluster._hooks(world, t):
+            pass
+
+    monkeypatch.setattr(ServedCluster, "_publish", look)
+    monkeypatch.setattr(threading.Event, "wait", lambda event, seconds=None: False)  # of real time
+    with PageServer() as bodies:
+        ServedCluster(NODES, 1, bodies, {}).run(600.0, 3.0)
+    cost = {
+        labels["run"]: value
+        for name, labels, value in ledger_lines(ledgers[-1], 600.0)
+        if name == m.RUN_STRAGGLER_GPU_SECONDS_TOTAL.name
+    }
+    assert cost.pop("llama-70b") > 1000
+    assert set(cost.values()) <= {0.0}
 
 
 def test_a_page_of_a_template_gets_the_names_of_its_node() -> None:

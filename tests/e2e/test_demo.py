@@ -119,6 +119,8 @@ def test_a_demo_of_some_seconds_ends_by_itself_on_a_table_and_leaves_nothing(sta
         r"\| Straggler +\| +(none|-|[0-3] \(\d+\.\d %\)) \| (no rank|on \S+, GPU [0-3] \(GPU-51a70000-\S+\))",
     ):
         assert re.search(row, text), text
+    mfu, effective = re.findall(r"\| (?:Effective )?MFU +\| +([0-9.]+|-) ?%? ", text)
+    assert effective == "-" or float(effective) <= float(mfu)
     assert "Rank 2 is now slowed by 30 %" in text
     assert demo.left() == []
     assert demo.open_ports() == []

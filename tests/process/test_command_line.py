@@ -20,6 +20,7 @@ import flopwatch
 from flopwatch import catalogue as m
 from flopwatch.__main__ import main
 from simulator.host import SimulatedNode
+from tests.support import ROOT
 from tests.support.exporter_process import ENVIRONMENT, Series, alive, exporter, flopwatch_command
 from tests.support.machine import PATIENCE, shortest, until
 from tests.support.otlp_by_hand import gauge, process, training
@@ -50,8 +51,12 @@ HOOK_ONLY = (
         (["ledger", "list"], "ledger", 1),
         (["boards", "--prometheus", "http://127.0.0.1:9", "--listen", "127.0.0.1:0"], "boards", 1),
         (["report", "lm", "--prometheus", "http://127.0.0.1:9"], "report", 1),
+        (["ledger", "show", "lm"], "ledger", 1),
+        (["ledger", "close", "lm"], "ledger", 1),
+        (["ledger", "export", "lm"], "ledger", 1),
         (["check"], "exporter", 3),
         (["doctor"], "exporter", 1),
+        (["capture", "/nonexistent/capture"], "exporter", 1),
     ],
 )
 def test_a_command_of_an_extra_that_is_not_installed_is_one_line_with_what_to_install(
@@ -79,7 +84,20 @@ def test_a_command_of_the_checkout_names_what_an_installed_package_lacks(
     assert f"{command} needs {package}/ of the source tree" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [["metrics"], ["size", "--nodes", "8"], ["peak", "--help"], ["flops", "--help"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["metrics"],
+        ["size", "--nodes", "8"],
+        ["peak", "--help"],
+        ["flops", "--help"],
+        ["maintenance", "list"],
+        ["ledger", "replay", str(ROOT / "tests" / "captures" / "histories" / "crash_and_move.jsonl")],
+        ["simulate", "--gpus", "16", "--days", "0.1"],
+        ["stacks", "--help"],
+        ["run", "--help"],
+    ],
+)
 def test_a_command_that_needs_no_extra_works_with_the_hook_alone(arguments: list[str]) -> None:
     done = subprocess.run(
         [sys.executable, "-c", HOOK_ONLY, *arguments], env=ENVIRONMENT, capture_output=True, text=True, timeout=PATIENCE
@@ -167,13 +185,17 @@ def test_a_simulated_node_is_served_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_rank_may_claim_only_a_gpu_of_the_node(tmp_path: Path) -> None:
-    with exporter(tmp_path / "state", "--simulate", "h100x8") as node:
+def test_a_rank_may_claim_only_a_gpu_of_the_node_or_a_slice_of_one(tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    with exporter(state, "--simulate", "h100x8") as node:
         node.wait_for("flopwatch_collector_success{collector=nvml}", 1)
+        SimulatedNode(state / "simulated").mig(4, "on")
+        series = node.wait_until(lambda found: any(name.startswith("gpu_mig_info") for name in found))
+        part = next(found[1] for name in series if (found := re.search(r"gpu_mig_info\{.*mig_uuid=([^,}]+)", name)))
         node.push(
             *(
                 process(gauge("training_rank_info", 1, uuid=uuid), rank=rank)
-                for rank, uuid in enumerate((SimulatedNode.uuid(3), "GPU-of-another-node"))
+                for rank, uuid in enumerate((SimulatedNode.uuid(3), "GPU-of-another-node", part))
             )
         )
         scraped = node.wait_for("flopwatch_otlp_pushes_total{outcome=foreign_gpu}", 1)
@@ -181,7 +203,7 @@ def test_a_rank_may_claim_only_a_gpu_of_the_node(tmp_path: Path) -> None:
         assert where == {
             f"training_rank_info{{run=lm,rank={rank},host=node-7,uuid={uuid},local_rank=,attempt=a1,"
             f"dp=,tp=,pp=,cp=,ep=}}": 1
-            for rank, uuid in ((0, SimulatedNode.uuid(3)), (1, ""))
+            for rank, uuid in ((0, SimulatedNode.uuid(3)), (1, ""), (2, SimulatedNode.uuid(4)))
         }
 
 
@@ -307,7 +329,7 @@ def test_an_exporter_that_is_killed_and_started_again_loses_no_second_of_the_led
     def book(scraped: Series) -> Series:
         return {series: value for series, value in scraped.items() if series.startswith("run_") and value}
 
-    state, started = tmp_path / "state", time.time() - 100
+    state, started = tmp_path / "state", time.time() - 93  # after 60 s without a push the run is down
     say: dict[str, Any] = {"start_unix": started, "attempt": "a1"}
     with exporter(state, "--ledger", "embedded", "--new-for", "0.001") as node:
         node.push(training(5, 10.0, started + 11, **say))

@@ -498,11 +498,15 @@ def test_a_wheel_made_as_in_the_image_stands_without_the_checkout(tmp_path: Path
         (tmp_path / "bin").mkdir(exist_ok=True)
         (tmp_path / "bin" / tool).write_text("#!/bin/sh\nexit 1\n")
         (tmp_path / "bin" / tool).chmod(0o755)
+    # The build backend comes first, and then there is no network.
+    (backend,) = re.findall(r'^requires = \["(.+)"\]$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    subprocess.run([*pip, "download", "--dest", tmp_path / "backend", backend], check=True, timeout=300)
+    alone = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path / "backend"), "HTTPS_PROXY": "http://127.0.0.1:9"}
     subprocess.run(
         [*pip, "wheel", "--no-deps", "--wheel-dir", wheels, source],
         check=True,
         timeout=300,
-        env={**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"},
+        env={**os.environ, **alone, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"},
     )
     (wheel,) = wheels.iterdir()
     subprocess.run([*pip, "install", "--no-deps", "--no-compile", "--target", target, wheel], check=True, timeout=300)

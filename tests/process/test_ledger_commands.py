@@ -390,11 +390,13 @@ def test_the_ledger_inside_an_exporter_is_asked_the_same_way(
 
 
 def test_a_page_of_another_site_reads_and_ends_no_run_inside_an_exporter(tmp_path: Path) -> None:
+    from flopwatch.node.telemetry.otlp import PROTOBUF
     from tests.support.exporter_process import exporter
-    from tests.support.otlp_by_hand import training
+    from tests.support.node_app import ask
+    from tests.support.otlp_by_hand import request, training
 
     with exporter(tmp_path, "--ledger", "embedded") as node:
-        port = int(node.metrics.rpartition(":")[2])
+        port, otlp = (int(address.rpartition(":")[2]) for address in (node.metrics, node.otlp))
         node.push(training(20, 40.0, time.time(), attempt="a1"))
         node.wait_for("run_high_water_steps{tenant=,run=lm}", 20)
         embedded = Ledger(node.process, port)
@@ -410,6 +412,9 @@ def test_a_page_of_another_site_reads_and_ends_no_run_inside_an_exporter(tmp_pat
                 assert (answered, "lm" in text) == (status, False), (path, headers)
             close = json.dumps({"run": "lm", "status": "stopped"})
             assert embedded.ask("POST", "/v1/runs/close", close, headers)[0] == status
+            push = request(training(30, 60.0, time.time(), attempt="a1")).SerializeToString()
+            assert ask(otlp, "POST", "/v1/metrics", push, {"Content-Type": PROTOBUF, **headers})[0] == status
+        assert node.series()["run_high_water_steps{tenant=,run=lm}"] == 20
         assert states(embedded) == {"lm": "running"}
 
 

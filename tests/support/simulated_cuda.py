@@ -49,6 +49,7 @@ class SimulatedEvent:
         if self.cuda.another_thread_captures and not self.cuda.steps_out:
             self.cuda.broken_captures += 1
         self.cuda.queries += 1
+        self.cuda.now += self.cuda.query_seconds
         assert self.reached is not None
         return not self.cuda.hangs and self.reached <= self.cuda.now
 
@@ -67,6 +68,7 @@ class SimulatedCuda:
     latency: float = 0.0  # seconds from a launch until an idle device begins
     drift: float = 0.0  # how much faster the device's clock is than the host's
     now: float = 1000.0
+    query_seconds: float = 0.0  # of the host's time that a query takes
     hangs: bool = False
     failing: bool = False
     is_capturing: bool = False

@@ -237,8 +237,11 @@ def test_a_step_between_missed_ends_has_no_duration() -> None:
     assert (sum(totals.durations), totals.duration_sum) == (2, 20.0)  # from 10 to 20, and from 40 to 50
 
 
-def test_many_moments_are_settled_in_slices_with_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = SimulatedCuda()
+@pytest.mark.parametrize(("query_seconds", "in_a_slice"), [(0.0, device.SLICE), (25 * MICROSECOND, 40)])
+def test_many_moments_are_settled_in_slices_of_a_millisecond_with_pauses(
+    monkeypatch: pytest.MonkeyPatch, query_seconds: float, in_a_slice: int
+) -> None:
+    cuda = SimulatedCuda(query_seconds=query_seconds)
     moments = cuda.moments()
     marks = [moment(moments.mark()) for _ in range(10_000)]
     cuda.now += 1
@@ -246,8 +249,7 @@ def test_many_moments_are_settled_in_slices_with_pauses(monkeypatch: pytest.Monk
     monkeypatch.setattr(time, "sleep", lambda seconds: queries.append(cuda.queries))
     assert marks[-1].at() == 1000.0
     slices = [after - before for before, after in pairwise([0, *queries])]
-    assert len(slices) == 10_000 // device.SLICE
-    assert max(slices) == device.SLICE
+    assert slices == pytest.approx([in_a_slice] * (10_000 // in_a_slice), abs=1)
 
 
 def test_the_marking_thread_settles_what_the_device_has_reached_when_events_run_out() -> None:

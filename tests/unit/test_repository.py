@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import re
 import runpy
 import shutil
@@ -48,6 +49,21 @@ def test_every_job_has_a_time_limit_and_few_permissions(path: Path) -> None:
     assert workflow["permissions"] in ({}, {"contents": "read"})
     for job in workflow["jobs"].values():
         assert 5 <= job["timeout-minutes"] <= 120
+
+
+def test_a_job_of_tests_may_take_twice_as_long_as_they_were_measured() -> None:
+    with (ROOT / "tests" / "durations.csv").open(newline="") as file:
+        measured = [(row["file"], float(row["seconds"])) for row in csv.DictReader(file)]
+    workflow: dict[str, Any] = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8"))
+    jobs = {}
+    for name, job in workflow["jobs"].items():
+        for command in (step.get("run", "") for step in job["steps"]):
+            if folder := re.search(r"pytest .*(tests/\w+)", command):
+                workers = 2 if "-n auto" in command else 1
+                seconds = sum(took for file, took in measured if file.startswith(f"{folder[1]}/"))
+                jobs[name] = 60 * job["timeout-minutes"] / (seconds / workers)
+    assert len(jobs) == 5
+    assert {name: ratio for name, ratio in jobs.items() if ratio < 2} == {}
 
 
 @pytest.fixture

@@ -41,15 +41,13 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _library(simulated: Path | None) -> Any:
-    """Return the pynvml module, its replacement for a simulated node, or the ImportError if it is not installed."""
+    """Return the pynvml module, or its replacement for a simulated node."""
     if simulated is not None:
         from flopwatch.simulate import pynvml as simulation
 
         return simulation.load(simulated)
-    try:
-        import pynvml
-    except ImportError as error:
-        return error
+    import pynvml
+
     return pynvml
 
 

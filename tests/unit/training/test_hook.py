@@ -42,7 +42,7 @@ def reasons(run: Run) -> list[str]:
 
 
 def train(run: Run, clock: Clock) -> None:
-    """Two steps of 4 s after 1 s of waiting each, an evaluation of 8 s and a checkpoint of 2 s."""
+    """Two steps of 4 s after 1 s of waiting each, an evaluation of 8 s, roll-outs of 7 s and a checkpoint of 2 s."""
     clock.passes(10)
     with run.activity("checkpoint_restore"):
         clock.passes(5)
@@ -61,6 +61,8 @@ def train(run: Run, clock: Clock) -> None:
         if batch == 0:
             with run.activity("evaluation"):
                 clock.passes(8)
+    with run.activity("generation"):
+        clock.passes(7)
     with run.activity("checkpoint_save"):
         clock.passes(2)
     run.checkpoint_committed(102)
@@ -94,7 +96,7 @@ EXPECTED_SAMPLES = {
     "training_activity_seconds_total{activity=checkpoint_save}": 2.0,
     "training_activity_seconds_total{activity=checkpoint_restore}": 5.0,
     "training_activity_seconds_total{activity=evaluation}": 8.0,
-    "training_activity_seconds_total{activity=generation}": 0.0,
+    "training_activity_seconds_total{activity=generation}": 7.0,
     "training_activity_seconds_total{activity=other}": 0.0,
     "training_rank_info{host=node-7,uuid=GPU-1,local_rank=0,attempt=first,dp=,tp=,pp=,cp=,ep=}": 1.0,
     "training_run_info{tenant=research,attempt=first,convention=causal,dtype=fp8,flops_source=declared,"

@@ -255,7 +255,7 @@ def capture(
 ) -> Capture:
     """Return a masked capture of this host. Raises SettingsError if there is nothing to capture.
 
-    `library` is the pynvml module, or the error of its import. The host's names `hosts`, and `words`, are masked.
+    `library` is the pynvml module. The host's names `hosts`, and `words`, are masked.
     """
     masker, tree, result = Masker(hosts, words), Sysfs(sysfs), Capture()
     steps = [tree.ports()]
@@ -266,8 +266,6 @@ def capture(
 
     answers = NvmlAnswers()
     try:
-        if isinstance(library, ImportError):
-            raise Unsupported(str(library)) from library
         answers = nvml_answers(library, hosts[0], reads, next_read, clock)
     except Unsupported as error:
         answers.failures.append(f"GPUs: {error}")

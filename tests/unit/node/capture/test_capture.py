@@ -368,8 +368,10 @@ def test_a_link_out_of_sysfs_is_not_followed(node: Node, tmp_path: Path) -> None
 
 
 def test_an_empty_machine_is_refused_with_the_reasons(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match="nothing to capture here: GPUs: no pynvml; InfiniBand ports: none in"):
-        capture(ImportError("no pynvml"), tmp_path / "sys", tmp_path / "kmsg", ["node1"], pause=lambda: None)
+    node = Node(tmp_path / "node")
+    node.fail("nvmlInit", pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+    with pytest.raises(SettingsError, match=r"nothing to capture here: GPUs: .*; InfiniBand ports: none in"):
+        capture(Simulation(node.root), tmp_path / "sys", tmp_path / "kmsg", ["node1"], pause=lambda: None)
 
 
 def test_the_command_captures_a_node_and_refuses_a_folder_that_is_there(

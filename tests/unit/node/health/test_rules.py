@@ -433,6 +433,11 @@ def test_the_shape_of_a_cloud_instance_is_an_expectation(file: Path) -> None:
     shape = parse(file.read_text(), file.name)
     assert shape.gpu_model
     assert shape.pcie_width
+    lanes = Expectations(pcie_width=shape.pcie_width)
+    series = h100() | {(m.GPU_PCIE_WIDTH_LANES, gpu(index)): shape.pcie_width for index in range(8)}
+    assert reasons(series, lanes) == []
+    narrower = series | {(m.GPU_PCIE_WIDTH_LANES, gpu(3)): shape.pcie_width // 2}
+    assert [reason for reason, *_ in reasons(narrower, lanes)] == ["pcie_width"]
 
 
 def test_ports_without_a_role_are_learnt_as_any_and_different_gpus_not_at_all() -> None:
