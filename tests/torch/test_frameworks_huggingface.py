@@ -243,7 +243,7 @@ def stop_after(step: int) -> Any:
     """Return a callback that stops the training after a step."""
     import transformers
 
-    class Stop(transformers.TrainerCallback):
+    class Stop(transformers.TrainerCallback):  # type: ignore[misc]  # mypy skips its types
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             control.should_training_stop = state.global_step == step
 

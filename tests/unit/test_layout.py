@@ -6,6 +6,7 @@ import ast
 import re
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 from tests.support import ROOT
@@ -30,13 +31,20 @@ def test_no_module_of_the_viewer_imports_itself_through_others() -> None:
     assert edges == {}, "a circle, or what imports one"
 
 
-def modules(*folders: str) -> Iterator[tuple[str, list[str], ast.Module]]:
-    """Yield the path, the lines and the syntax tree of each Python module of these folders that is not generated."""
+Parsed = tuple[str, list[str], ast.Module]
+
+
+@cache
+def parsed(folder: str) -> list[Parsed]:
+    """Return the path, the lines and the syntax tree of each Python module of a folder that is not generated."""
+    files = [(path.relative_to(ROOT).as_posix(), path.read_text("utf-8")) for path in (ROOT / folder).rglob("*.py")]
+    return [(path, text.splitlines(), ast.parse(text)) for path, text in sorted(files) if not path.endswith("_pb2.py")]
+
+
+def modules(*folders: str) -> Iterator[Parsed]:
+    """Yield what is parsed of each module of these folders."""
     for folder in folders:
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            text = path.read_text(encoding="utf-8")
-            if not path.name.endswith("_pb2.py"):
-                yield path.relative_to(ROOT).as_posix(), text.splitlines(), ast.parse(text)
+        yield from parsed(folder)
 
 
 HOUSE = ("exporter", "simulator", "alerts", "dashboards", "demo", "bench", "helm", "examples")
