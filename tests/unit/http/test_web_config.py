@@ -206,6 +206,7 @@ yaml_like = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(st.text(max_size=200) | yaml_like)
 def test_any_text_is_a_configuration_or_a_settings_error(text: str) -> None:
     with suppress(SettingsError):

@@ -444,6 +444,7 @@ def test_a_record_that_is_not_an_object_is_refused() -> None:
 # Generated histories: what a cluster did, what its exporters sent, and what the network made of that.
 
 
+@pytest.mark.slow
 @given(histories(clean=True))
 @settings(max_examples=150, deadline=None, derandomize=True)
 def test_nothing_lost_on_the_way_gives_the_true_seconds(generated: Generated) -> None:
@@ -453,6 +454,7 @@ def test_nothing_lost_on_the_way_gives_the_true_seconds(generated: Generated) ->
     assert run["gpu_seconds"] == {name: pytest.approx(seconds, abs=1e-3) for name, seconds in generated.held.items()}
 
 
+@pytest.mark.slow
 @given(histories(clean=False), st.integers(0, 2**32))
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 def test_on_every_history_the_books_balance_and_never_go_back(generated: Generated, seed: int) -> None:

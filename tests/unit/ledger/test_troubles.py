@@ -582,6 +582,7 @@ def records(value: st.SearchStrategy[Any]) -> st.SearchStrategy[Line]:
     )
 
 
+@pytest.mark.slow
 @given(st.lists(st.one_of(records(PLAIN), records(PLAIN), records(st.one_of(PLAIN, ODD))), max_size=15))
 @settings(max_examples=200, deadline=None, derandomize=True)
 def test_whatever_a_record_holds_is_refused_or_accounted_for(lines: list[Line]) -> None:

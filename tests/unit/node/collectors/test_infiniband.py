@@ -626,6 +626,7 @@ def test_no_content_of_a_file_breaks_the_read(tmp_path_factory: pytest.TempPathF
     assert all(value >= 0 for _, _, value in samples)
 
 
+@pytest.mark.slow
 @given(st.text())
 def test_parsers_return_a_number_or_nothing(text: str) -> None:
     for parse, highest in (

@@ -577,6 +577,7 @@ def test_the_place_of_memory_errors_is_asked_for_only_once_there_are_any(
 FIELD_ERRORS = [error for error in ERRORS if error not in (*GONE, 1, 18)]
 
 
+@pytest.mark.slow
 @settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )

@@ -233,6 +233,7 @@ def test_an_hour_of_lies_costs_no_wrong_value(tmp_path: Path, seed: int) -> None
     assert len(hour.lines) > 30, "many combinations of lies"
 
 
+@pytest.mark.slow
 def test_every_lie_at_once_costs_no_wrong_value(tmp_path: Path) -> None:
     hour = Hour(tmp_path, 6)
     hour.lies = set(LIES)

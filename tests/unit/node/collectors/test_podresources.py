@@ -61,6 +61,7 @@ def test_pods_with_devices_and_claims_and_without() -> None:
     assert decode(b"") == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "reason"),
     [

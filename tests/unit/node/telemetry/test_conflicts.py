@@ -134,6 +134,7 @@ def test_the_example_of_a_long_and_a_short_job_is_accounted_for_to_its_end() -> 
     assert run.state(host.time) == "completed"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(200))
 def test_no_second_of_two_jobs_is_lost_in_any_order(seed: int) -> None:
     chance = random.Random(seed)
