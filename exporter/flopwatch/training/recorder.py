@@ -80,7 +80,7 @@ class Recorder:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, start: float = 0.0) -> None:
         self.clock = clock
-        self.mark: Callable[[], Mark] = clock  # like the next two, until `follow`
+        self.mark: Callable[[], Mark] = clock  # the host's clock, as in the next two, until follow()
         self.mark_after: Callable[[Mark], Mark] = lambda began: self.mark()
         self.step_mark: Callable[[], Mark] = clock
         self.record: Callable[[Event], None] = ignore
