@@ -243,11 +243,10 @@ def stop_after(step: int) -> Any:
     """Return a callback that stops the training after a step."""
     import transformers
 
-    class Stop(transformers.TrainerCallback):  # type: ignore[misc]  # mypy skips its types
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            control.should_training_stop = state.global_step == step
+    def on_step_end(callback: Any, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop = state.global_step == step
 
-    return Stop()
+    return type("Stop", (transformers.TrainerCallback,), {"on_step_end": on_step_end})()
 
 
 def test_a_resumed_run_goes_on_at_the_step_restored(tmp_path: Path) -> None:
