@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
+from flopwatch.verdicts.waits import Communicator
 from simulator.parallel_step import MICROBATCHES, Disturbance, Layout, Step, step
-from simulator.verdict.waits import Communicator
 
 NOISE = 0.02  # standard deviation of the computation in a part of a pass, as a share
 LATE = (1.15, 1.25, 1.5)  # factors on the computation of late ranks

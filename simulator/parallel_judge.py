@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from statistics import fmean
 
+from flopwatch.verdicts import hangs, stragglers
+from flopwatch.verdicts.stragglers import StragglerVerdict
+from flopwatch.verdicts.waits import Communicator, Interval
 from simulator.parallel_cases import KINDS, LAYOUTS, ParallelCase, case, healthy
 from simulator.parallel_step import Layout, Step
-from simulator.verdict import hangs, stragglers
-from simulator.verdict.stragglers import StragglerVerdict
-from simulator.verdict.waits import Communicator, Interval
 
 STEPS, SECONDS = 6, 15.0  # of an interval: steps of 2.5 s, and a report of each host in 15 s
 WELL, DISTURBED = 4, 8  # intervals
@@ -79,7 +79,7 @@ def intervals(steps: Iterator[Step]) -> Iterator[Interval]:
         for step in some:
             for (rank, group), wait in step.waits.items():
                 waits[rank][group] += wait / seconds
-        yield Interval(len(some), seconds / len(some), waits, {})
+        yield Interval.of(len(some), seconds / len(some), waits, {})
 
 
 def judged(kind: str, seed: int) -> Outcome:

@@ -20,8 +20,8 @@ from itertools import pairwise
 from math import inf, isfinite
 from typing import NamedTuple
 
-from simulator.verdict.waits import Communicator
-from simulator.verdict.whatif import order_of_passes
+from flopwatch.verdicts.waits import Communicator
+from flopwatch.verdicts.whatif import order_of_passes
 
 MICROBATCHES, PARTS = 4, 4  # of a step, and of a pass
 FORWARD, BACKWARD = 0.010, 0.020  # seconds of computation in a pass of one microbatch

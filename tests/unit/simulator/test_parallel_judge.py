@@ -8,11 +8,11 @@ from functools import partial
 
 import pytest
 
+from flopwatch.verdicts.stragglers import WINDOWS, judge
 from simulator.__main__ import main
 from simulator.parallel_cases import KINDS
 from simulator.parallel_judge import KindOutcomes, Outcome, evaluate, intervals, judged, misnamed_in, table, to_json
 from simulator.parallel_step import Disturbance, Layout, step
-from simulator.verdict.stragglers import WINDOWS, judge
 
 
 @pytest.mark.parametrize("kind", KINDS)

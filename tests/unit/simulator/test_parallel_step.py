@@ -7,8 +7,8 @@ from collections import defaultdict
 
 import pytest
 
+from flopwatch.verdicts.waits import Communicator
 from simulator.parallel_step import Disturbance, Layout, step
-from simulator.verdict.waits import Communicator
 from tests.support import ROOT
 
 WORKED = json.loads((ROOT / "tests" / "captures" / "nccl" / "worked_tp4pp2dp2.json").read_text())["scenarios"]

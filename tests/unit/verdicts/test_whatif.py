@@ -8,11 +8,11 @@ from statistics import fmean
 
 import pytest
 
+from flopwatch.verdicts.waits import Communicator, Interval
+from flopwatch.verdicts.whatif import pipeline_seconds, step_seconds
 from simulator.parallel_cases import case
 from simulator.parallel_judge import intervals
 from simulator.parallel_step import MICROBATCHES, step
-from simulator.verdict.waits import Communicator, Interval
-from simulator.verdict.whatif import pipeline_seconds, step_seconds
 
 STEPS = 24
 KINDS = (*(f"late in {kind}" for kind in ("tp", "pp", "ep", "cp", "dp")), "two late", "slow stage", "uneven pipeline")
@@ -38,7 +38,7 @@ def test_a_step_without_the_late_ranks_takes_what_was_predicted(kind: str, mend:
 
 def test_mending_the_second_latest_rank_alone_gains_nothing() -> None:
     waits = {rank: {ALL: share} for rank, share in enumerate([0.0, 0.1, 0.3, 0.3])}
-    run = [Interval(6, 2.0, waits, {})]
+    run = [Interval.of(6, 2.0, waits, {})]
     assert step_seconds(run, {1}) == pytest.approx(2.0)
     assert step_seconds(run, {0}) == pytest.approx(2.0 * 0.9)
     assert step_seconds(run, {0, 1}) == pytest.approx(2.0 * 0.7)

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 import pytest
 
+from flopwatch.verdicts.stragglers import WINDOWS, StragglerVerdict, judge
+from flopwatch.verdicts.waits import Communicator, Interval
 from simulator.parallel_judge import intervals
 from simulator.parallel_step import Disturbance, Layout, step
-from simulator.verdict.stragglers import WINDOWS, StragglerVerdict, judge
-from simulator.verdict.waits import Communicator, Interval
 
 SIXTEEN = Layout(tp=4, dp=2, pp=2)
 SLOW_STAGE = dict.fromkeys(SIXTEEN.stage(1), 1.2)
@@ -24,7 +24,8 @@ def verdict(slow: Mapping[int, float]) -> StragglerVerdict:
 def waiting(*shares: list[float], tokens: Mapping[int, float] | None = None, steps: float = 6) -> list[Interval]:
     """Return intervals with these waits of ranks 0 to 3 in one group."""
     return [
-        Interval(steps, 2.5, {rank: {ALL: share} for rank, share in enumerate(each)}, tokens or {}) for each in shares
+        Interval.of(steps, 2.5, {rank: {ALL: share} for rank, share in enumerate(each)}, tokens or {})
+        for each in shares
     ]
 
 
@@ -33,7 +34,7 @@ def named(found: StragglerVerdict) -> tuple[str, list[int]]:
 
 
 def test_the_worked_examples_are_judged_as_their_authors_do() -> None:
-    assert verdict({}) == StragglerVerdict("none", why="no rank makes others wait")
+    assert verdict({}) == StragglerVerdict("none", why="no rank makes others wait", judged=3)
     assert named(verdict({5: 1.2})) == ("rank", [5])
     assert verdict({5: 1.2}).suspects[0].communicator == Communicator("tp", (4, 5, 6, 7))
     assert verdict({5: 1.2}).share == pytest.approx(0.024 / 0.201)

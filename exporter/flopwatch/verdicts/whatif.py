@@ -7,13 +7,15 @@ ranks of each stage compute. All else of a step takes as long as before.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from statistics import fmean, median_high
 
-from simulator.verdict.stragglers import together
-from simulator.verdict.waits import POINT_TO_POINT, Interval
+import numpy as np
 
+from flopwatch.verdicts.waits import KINDS, POINT_TO_POINT, Array, Interval, Layout
+
+REPLICATED = "dp"  # the kind of the groups between replicas
 FORWARD_SHARE = 1 / 3  # of the computation of a microbatch, without recomputation
 
 
@@ -22,48 +24,41 @@ def step_seconds(intervals: Sequence[Interval], mended: AbstractSet[int], microb
 
     `microbatches` are those of a step in a pipeline.
     """
+    layout = intervals[-1].layout
     now = fmean(one.step_seconds for one in intervals)
-    last = intervals[-1]
-    busy = {rank: fmean(1 - one.waiting[rank] for one in intervals) for rank in last.waits}
-    after = {
-        rank: min(seconds, _usual(last, busy, mended, rank)) if rank in mended else seconds
-        for rank, seconds in busy.items()
-    }
-    replicas = _replicas(last)
-    gain = _slowest(last, replicas, busy, microbatches) - _slowest(last, replicas, after, microbatches)
-    return now * (1 - gain)
+    busy = 1 - np.mean([one.waiting for one in intervals], axis=0)
+    after = busy.copy()
+    mend = np.isin(layout.ranks, list(mended))
+    for stage in range(int(layout.stages.max()) + 1):
+        here = layout.stages == stage
+        # The usual time is that of the rank's peers, or of all ranks if its stage is to be mended.
+        others: Array = next((some for some in (here & ~mend, ~mend) if some.any()), np.ones(len(mend), bool))
+        after[here & mend] = np.minimum(busy[here & mend], median_high(busy[others]))
+    replicas = _replicas(layout)
+    gain = _slowest(layout, replicas, busy, microbatches) - _slowest(layout, replicas, after, microbatches)
+    return float(now * (1 - gain))
 
 
-def _usual(interval: Interval, busy: Mapping[int, float], mended: AbstractSet[int], rank: int) -> float:
-    """Return the median time that others compute: the rank's peers, or all ranks if its stage is to be mended."""
-    stage = {peer for peer, one in interval.stages.items() if one == interval.stages[rank]}
-    return median_high(busy[peer] for peer in (stage - mended or busy.keys() - mended or busy.keys()))
-
-
-def _slowest(
-    interval: Interval, replicas: Iterable[AbstractSet[int]], busy: Mapping[int, float], microbatches: int
-) -> float:
+def _slowest(layout: Layout, replicas: Array, busy: Array, microbatches: int) -> float:
     """Return the share of a step that the slowest replica takes for its microbatches."""
-    found = []
-    for ranks in replicas:
-        stages: dict[int, float] = {}
-        for rank in ranks:
-            stage = interval.stages[rank]
-            stages[stage] = max(busy[rank], stages.get(stage, 0.0))
-        found.append(pipeline_seconds([stages[stage] for stage in sorted(stages)], microbatches))
-    return max(found)
+    count = int(layout.stages.max()) + 1
+    longest = np.zeros((int(replicas.max()) + 1, count))
+    np.maximum.at(longest, (replicas, layout.stages), busy)
+    return max(pipeline_seconds(stages, microbatches) for stages in longest.tolist())
 
 
-def _replicas(interval: Interval) -> list[set[int]]:
-    """Return the ranks of each replica: those that exchange data during the microbatches of a step."""
-    coarsest = max(group.fineness[0] for group in interval.communicators)
-    pending, found = set(interval.waits), []
-    finer = [group for group in interval.communicators if group.fineness[0] < coarsest or group.kind == POINT_TO_POINT]
-    while pending:
-        ranks = together(min(pending), finer)
-        pending -= ranks
-        found.append(ranks)
-    return found
+def _replicas(layout: Layout) -> Array:
+    """Return the replica of each rank: ranks in one exchange data during the microbatches of a step."""
+    kinds = {group.kind for group in layout.communicators}
+    finer = kinds - {REPLICATED} if REPLICATED in kinds else kinds - {max(kinds, key=_order, default="")}
+    finer = (finer & set(KINDS)) | (kinds & {POINT_TO_POINT})
+    lowest = layout.together(finer)
+    _, replicas = np.unique([lowest[rank] for rank in layout.ranks], return_inverse=True)
+    return replicas
+
+
+def _order(kind: str) -> int:
+    return KINDS.index(kind) if kind in KINDS else len(KINDS)
 
 
 def pipeline_seconds(stages: Sequence[float], microbatches: int) -> float:

@@ -7,14 +7,16 @@ alike. Ranks that are late in turn, as with shared storage, are an imbalance, wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import ceil, fsum, sqrt
 from statistics import fmean
 from types import MappingProxyType
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
-from simulator.verdict.waits import POINT_TO_POINT, Communicator, Interval
+import numpy as np
+
+from flopwatch.verdicts.waits import POINT_TO_POINT, Array, Communicator, Interval
 
 MIN_SHARE = 0.04  # of a step that a straggler computes longer at least
 # Last intervals that are judged (45 s to 5 minutes with a report every 15 s), the standard errors between that share
@@ -26,8 +28,6 @@ UNEVEN_WORK = 1.05  # times the mean of tokens, above which a rank is late for i
 SAME_DATA = ("tp", "cp")  # kinds whose ranks work on the same data
 WHOLE_HOST = 0.75  # of a host's ranks that are late, above which the host is
 MAX_SUSPECTS = 8
-
-Key = TypeVar("Key")
 
 
 class Suspect(NamedTuple):
@@ -51,6 +51,7 @@ class StragglerVerdict:
     share: float = 0.0
     suspects: tuple[Suspect, ...] = ()
     why: str = ""
+    judged: int = 0  # intervals that it is about, 0 if they are too few
 
 
 def judge(
@@ -69,12 +70,12 @@ def judge(
         if len(intervals) >= size and fsum(one.steps for one in window.intervals) >= MIN_STEPS:
             for verdict in (_ranks(window, hosts), _stage(window), _link(window)):
                 if verdict is not None:
-                    return verdict
+                    return replace(verdict, judged=size)
     last = intervals[-shortest:]
     if (steps := fsum(one.steps for one in last)) < MIN_STEPS:
         return StragglerVerdict("none", why=f"{steps:g} measured steps are too few")
     none = StragglerVerdict("none", why="no rank makes others wait")
-    return _imbalance(last) or _communication(last, usual) or none
+    return replace(_imbalance(last) or _communication(last, usual) or none, judged=shortest)
 
 
 class Window(NamedTuple):
@@ -85,87 +86,80 @@ class Window(NamedTuple):
     steady: float
 
     def certain(
-        self, shares: Callable[[Interval], Mapping[Key, float]], alike: Callable[[Key], object], least: float = 0.0
-    ) -> dict[Key, float]:
+        self, shares: Callable[[Interval], Array], alike: Array, among: Array | None = None, least: float = 0.0
+    ) -> dict[int, float]:
         """Return the mean shares over the intervals that are at least MIN_SHARE and certain, and not over by now.
 
-        The noise of a share is its standard deviation, or that of all shares that `alike` gives the same key if it is
-        higher, because few numbers may agree by chance. The variance is at `least` this.
+        Shares are an array, and so is `among`, which is true for those that count. The noise of a share is its standard
+        deviation, or that of all shares with the same number in `alike` if it is higher, because few numbers may agree
+        by chance. The variance is at `least` this.
         """
         every = [shares(one) for one in self.intervals]
-        needed = ceil(self.steady * len(every))
-        found: dict[Key, float] = {}
-        noise: dict[object, float] = {}
-        for key in every[-1]:
-            numbers = [one[key] for one in every if key in one]
-            lately = max(numbers[-WINDOWS[0][0] :]) >= MIN_SHARE / 2
-            often = sum(number >= MIN_SHARE / 2 for number in numbers) >= needed
-            if not lately or not often or fmean(numbers) < MIN_SHARE:
-                continue
-            if (kind := alike(key)) not in noise:
-                noise[kind] = fmean(
-                    _variance([one[other] for one in every]) for other in every[-1] if alike(other) == kind
-                )
-            error = sqrt(max(_variance(numbers), noise[kind], least) / (len(numbers) - 1))
-            if fmean(numbers) - self.errors * error >= MIN_SHARE / 2:
-                found[key] = fmean(numbers)
-        return found
+        lately = np.max(every[-WINDOWS[0][0] :], axis=0) >= MIN_SHARE / 2
+        if among is not None:
+            lately &= among
+        if not lately.any():
+            return {}
+        numbers = np.stack(every)
+        means = numbers.mean(axis=0)
+        often = (numbers >= MIN_SHARE / 2).sum(axis=0) >= ceil(self.steady * len(every))
+        if not (late := lately & often & (means >= MIN_SHARE)).any():
+            return {}
+        variances = numbers.var(axis=0)
+        counted = np.ones(len(means), bool) if among is None else among
+        noise = np.bincount(alike[counted], variances[counted]) / np.maximum(np.bincount(alike[counted]), 1)
+        found = np.flatnonzero(late)
+        errors = np.sqrt(np.maximum(np.maximum(variances[found], noise[alike[found]]), least) / (len(every) - 1))
+        certain = found[means[found] - self.errors * errors >= MIN_SHARE / 2]
+        return {int(one): float(means[one]) for one in certain}
 
 
-def _variance(numbers: Sequence[float]) -> float:
-    mean = fmean(numbers)
-    return fmean((number - mean) ** 2 for number in numbers)
-
-
-def _variances(intervals: Sequence[Interval]) -> list[float]:
+def _variances(intervals: Sequence[Interval]) -> Array:
     """Return the variance of each rank's share of a step that it waits."""
-    return [_variance([one.waiting[rank] for one in intervals]) for rank in intervals[-1].waits]
+    return np.var([one.waiting for one in intervals], axis=0)
 
 
 def _ranks(window: Window, hosts: Mapping[int, str]) -> StragglerVerdict | None:
     """Return the verdict that ranks compute longer than their peers, which wait for them."""
     late: dict[int, Suspect] = {}
-    intervals, last = window.intervals, window.intervals[-1]
-    for (group, rank), share in window.certain(lambda one: one.longer, lambda place: place[0].kind).items():
-        if fmean(one.kept[group, rank] for one in intervals) > MIN_KEPT * share:
+    intervals, layout = window.intervals, window.intervals[-1].layout
+    for number, share in window.certain(lambda one: one.longer, layout.kind_of, layout.has_peers).items():
+        if fmean(float(one.kept[number]) for one in intervals) > MIN_KEPT * share:
+            group, rank = layout.place(number)
             late.setdefault(rank, Suspect(rank, share, group))
     if not late:
         return None
-    tokens = {rank: fmean(one.tokens.get(rank, 0.0) for one in intervals) for rank in last.waits}
-    most = UNEVEN_WORK * fmean(tokens.values())
-    named = sorted((one for one in late.values() if not tokens[one.rank] > most > 0), key=lambda one: -one.share)
+    tokens = np.mean([one.tokens for one in intervals], axis=0)
+    busy = set(np.array(layout.ranks)[tokens > UNEVEN_WORK * max(float(tokens.mean()), 0.0)].tolist())
+    named = sorted((one for one in late.values() if one.rank not in busy), key=lambda one: -one.share)
     if not named:
         return None
     worst, ranks = named[0], {one.rank for one in named}
-    same = together(worst.rank, [group for group in last.communicators if group.kind in SAME_DATA])
-    if len(ranks) > 1 and ranks == same:
+    lowest = layout.together(SAME_DATA)
+    if len(ranks) > 1 and ranks == {rank for rank, low in lowest.items() if low == lowest[worst.rank]}:
         return StragglerVerdict("group", worst.share, tuple(named[:MAX_SUSPECTS]))
     host = {rank for rank, one in hosts.items() if one == hosts.get(worst.rank)}
-    if len(host) < len(last.waits) and 1 < WHOLE_HOST * len(host) <= len(ranks & host) and ranks <= host:
-        return StragglerVerdict("host", worst.share, tuple(Suspect(rank, *worst[1:]) for rank in sorted(host)))
+    if 1 < len(host) < len(layout.ranks) and ranks <= host:
+        # Other ranks of the host may be late, too, though that is not yet certain.
+        longer = np.mean([one.longer for one in intervals], axis=0)
+        late_ranks = set(np.array(layout.ranks)[layout.rank_of[longer >= MIN_SHARE]].tolist())
+        if len(late_ranks & host) >= WHOLE_HOST * len(host) > 1:
+            return StragglerVerdict("host", worst.share, tuple(Suspect(rank, *worst[1:]) for rank in sorted(host)))
     return StragglerVerdict("rank", worst.share, tuple(named[:MAX_SUSPECTS]))
-
-
-def together(rank: int, communicators: Iterable[Communicator]) -> set[int]:
-    """Return the ranks that are connected with `rank` through these communicators."""
-    groups = [set(group.ranks) for group in communicators]
-    found, before = {rank}, 0
-    while len(found) > before:
-        before = len(found)
-        found.update(*(group for group in groups if group & found))
-    return found
 
 
 def _stage(window: Window) -> StragglerVerdict | None:
     """Return the verdict that one pipeline stage computes longer than the others in all replicas."""
+    last = window.intervals[-1]
+    each = np.arange(len(last.stage_lateness))
     # A run has few stages, so their noise is that of its ranks.
-    found = window.certain(lambda one: one.stage_lateness, lambda stage: stage, fmean(_variances(window.intervals)))
+    found = window.certain(lambda one: one.stage_lateness, each, least=float(_variances(window.intervals).mean()))
     if not found:
         return None
-    last, longest = window.intervals[-1], max(found, key=found.__getitem__)
-    pairs = [group for group in last.communicators if group.kind == POINT_TO_POINT]
+    longest = max(found, key=found.__getitem__)
+    pairs = [group for group in last.layout.communicators if group.kind == POINT_TO_POINT]
     groups = {rank: group for group in pairs for rank in group.ranks}
-    ranks = [rank for rank, stage in last.stages.items() if stage == longest]
+    ranks = np.array(last.layout.ranks)[last.layout.stages == longest].tolist()
     return StragglerVerdict(
         "stage", found[longest], tuple(Suspect(rank, found[longest], groups[rank]) for rank in ranks)
     )
@@ -176,24 +170,29 @@ def _link(window: Window) -> StragglerVerdict | None:
 
     A slow rank makes its neighbours wait, and does not wait itself.
     """
-    longer = window.certain(lambda one: one.receives, lambda place: place[0].kind)
-    both = {group: min(longer.get((group, rank), 0.0) for rank in group.ranks) for group, _ in longer}
-    slowest = max(both, key=both.__getitem__, default=None)
-    if slowest is None or both[slowest] == 0:
+    layout = window.intervals[-1].layout
+    longer = window.certain(lambda one: one.receives, layout.kind_of, layout.in_pair)
+    shares: dict[Communicator, list[float]] = {}
+    for number, share in longer.items():
+        shares.setdefault(layout.place(number)[0], []).append(share)
+    both = {group: min(found) for group, found in shares.items() if len(found) == len(group.ranks)}
+    if not both:
         return None
-    share = both[slowest]
-    return StragglerVerdict("link", share, tuple(Suspect(rank, share, slowest) for rank in slowest.ranks))
+    slowest = max(both, key=both.__getitem__)
+    return StragglerVerdict(
+        "link", both[slowest], tuple(Suspect(rank, both[slowest], slowest) for rank in slowest.ranks)
+    )
 
 
 def _imbalance(intervals: Sequence[Interval]) -> StragglerVerdict | None:
     """Return the verdict that ranks are late in turn: what they compute varies from step to step."""
-    share = fmean(map(sqrt, _variances(intervals))) * sqrt(fmean(one.steps for one in intervals))
+    share = float(np.sqrt(_variances(intervals)).mean()) * sqrt(fmean(one.steps for one in intervals))
     return StragglerVerdict("imbalance", share) if share >= MIN_SHARE else None
 
 
 def usual_wait(intervals: Sequence[Interval]) -> float:
     """Return the seconds of a step that ranks wait, as a mean over ranks and intervals."""
-    return fmean(fmean(one.waiting.values()) * one.step_seconds for one in intervals)
+    return fmean(float(one.waiting.mean()) * one.step_seconds for one in intervals)
 
 
 def _communication(intervals: Sequence[Interval], usual: float | None) -> StragglerVerdict | None:

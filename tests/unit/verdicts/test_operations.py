@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from simulator.verdict.operations import Operation, Replay, Row, TraceError, read
+from flopwatch.verdicts.operations import Operation, Replay, Row, TraceError, read
 from tests.support import ROOT
 
 TRACES = ROOT / "tests" / "captures" / "straggler_traces"

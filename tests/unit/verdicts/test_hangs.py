@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from simulator.verdict.hangs import HangVerdict, RankCalls, judge, overdue_after
-from simulator.verdict.waits import Communicator
+from flopwatch.verdicts.hangs import HangVerdict, RankCalls, judge, overdue_after
+from flopwatch.verdicts.waits import Communicator
 
 TP, OTHER, DP = Communicator("tp", (0, 1)), Communicator("tp", (2, 3)), Communicator("dp", (0, 1, 2, 3))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from simulator.verdict.waits import POINT_TO_POINT, Communicator
+from flopwatch.verdicts.waits import POINT_TO_POINT, Communicator
 
 OVERDUE_SECONDS, OVERDUE_STEPS = 15.0, 5.0  # a step is overdue after so many seconds, and times the 99th percentile
 
@@ -47,7 +47,7 @@ def judge(ranks: Mapping[int, RankCalls]) -> HangVerdict:
     behind: dict[int, Communicator] = {}
     waiting = {rank for rank, calls in ranks.items() if calls.waits_in is not None}
     groups = {group for calls in ranks.values() for group in calls.called if group.kind != POINT_TO_POINT}
-    for group in sorted(groups, key=lambda group: (group.fineness, group)):
+    for group in sorted(groups, key=lambda group: group.order):
         called = {rank: ranks[rank].called[group] for rank in group.ranks if group in ranks[rank].called}
         for rank, number in called.items():
             if number < max(called.values()):
