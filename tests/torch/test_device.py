@@ -20,7 +20,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flopwatch.ledger.stragglers import RankWait, find_straggler
 from flopwatch.training.torch import device
 from flopwatch.training.torch.device import Moment
 from flopwatch.training.totals import CapturedMark, MissedMark, Totals
@@ -209,13 +208,8 @@ def test_every_step_of_a_large_model_is_measured_however_seldom_it_is_pushed(
 def test_a_rank_that_pushes_a_third_as_often_is_no_straggler() -> None:
     model = Fsdp2(81, 4, 2.4)
     trained = [replace(model, push_interval=15.0 if rank == 2 else 5.0).train(20)[0] for rank in range(4)]
-    before = [RankWait(rank, "", 0.0, 0, 0.0, 0.0, 0.0) for rank in range(4)]
-    after = [
-        RankWait(rank, "", 0.0, totals.measured_steps, totals.measured_seconds, totals.wait, 0.0)
-        for rank, totals in enumerate(trained)
-    ]
-    found = find_straggler({"host": before}, {"host": after})
-    assert found is None or found[1] < 0.002  # of a step; the rules need 0.01 of a candidate
+    shares = [totals.wait / totals.measured_seconds for totals in trained]
+    assert max(shares) - min(shares) < 0.002  # of a step; a straggler has to compute 0.04 longer
 
 
 def test_a_step_with_a_missed_mark_has_its_duration_and_no_wait() -> None:

@@ -41,14 +41,14 @@ def test_a_replica_is_tensor_by_pipeline_by_context_parallel_and_never_expert_pa
         ({"tp": (8, 8)}, "parallel['tp'] is (8, 8); a rank is at least 0 and below its group's size"),
         ({"tp": (-1, 8)}, "parallel['tp'] is (-1, 8); a rank is at least 0 and below its group's size"),
         ({"tp": (0, 0)}, "parallel['tp'] is (0, 0); a rank is at least 0 and below its group's size"),
-        ({"tp": 8}, "parallel['tp'] takes (rank, size), two whole numbers"),
-        ({"tp": (0, 8, 1)}, "parallel['tp'] takes (rank, size), two whole numbers"),
-        ({"tp": (0.0, 8.0)}, "parallel['tp'] takes (rank, size), two whole numbers"),
+        ({"tp": 8}, "parallel['tp'] takes a process group or (rank, size), two whole numbers"),
+        ({"tp": (0, 8, 1)}, "parallel['tp'] takes a process group or (rank, size), two whole numbers"),
+        ({"tp": (0.0, 8.0)}, "parallel['tp'] takes a process group or (rank, size), two whole numbers"),
         ({"tensor": (0, 8)}, "parallel has tensor; its groups are dp, tp, pp, cp, ep"),
         (
             8,
-            "parallel= takes a mapping such as {'tp': (rank, size)}, a torch DeviceMesh or Megatron's parallel_state, "
-            "not a int",
+            "parallel= takes a mapping such as {'tp': (rank, size)} or {'tp': group}, a torch DeviceMesh or Megatron's "
+            "parallel_state, not a int",
         ),
         (
             SimpleNamespace(mesh_dim_names=None, get_coordinate=lambda: [0]),

@@ -1,6 +1,6 @@
 """Test straggler detection on four ranks.
 
-A rank that is 15 % slower is named by the rule of alerts/recording, and no rank is named in healthy steps.
+A rank that is 15 % slower is named by the verdicts of the ledger, and no rank is named in healthy steps.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from alerts.settings import AlertSettings
+from flopwatch.verdicts.stragglers import judge
+from flopwatch.verdicts.waits import Communicator, Interval
 from tests.support import ranks
 
 pytestmark = [pytest.mark.long, pytest.mark.alone, pytest.mark.torch, pytest.mark.timeout(900)]
@@ -20,7 +21,7 @@ pytestmark = [pytest.mark.long, pytest.mark.alone, pytest.mark.torch, pytest.mar
 WORLD_SIZE = 4
 WINDOW = 20  # steps
 WARM_UP = 4  # steps; the first one has no mean to compare with
-WINDOWS = 3  # in which the same rank must have the highest score
+WINDOWS = 6
 HEALTHY_STEPS = 1000
 HEALTHY_WINDOW = 100
 SLOWER = 0.15
@@ -29,10 +30,6 @@ WORK = 0.02  # seconds of a step in which every rank is busy
 # milliseconds. That is more than 15 % of a short step and much less of a long one.
 LATE_SCALES, HEALTHY_SCALES = (1, 3, 9), (1, 3, 3)
 VARIANTS = ("sleeping", "burning", "loading", "fsdp2")
-
-# Share of the alert's 0.10, because these windows have 20 steps in place of two minutes and the processors are shared.
-# A rank this late costs 0.13, less its own waits for the other ranks' delays.
-NAMED_FROM = 0.75
 
 Window = list[float]  # each rank's wait as a share of its measured step time
 
@@ -47,40 +44,29 @@ def windows() -> dict[str, list[Window]]:
     }
 
 
-def scores(window: Window) -> list[float]:
-    """Return the scores that RANK_SCORE records for a window: the upper median of the waits minus each rank's own."""
-    upper_median = sorted(window)[len(window) // 2]
-    return [upper_median - wait for wait in window]
+def named(windows: list[Window]) -> set[int]:
+    """Return the ranks that the ledger names after these windows."""
+    group = Communicator("world", tuple(range(WORLD_SIZE)))
+    intervals = [
+        Interval.of(WINDOW, 1.0, {rank: {group: share} for rank, share in enumerate(window)}, {}) for window in windows
+    ]
+    return {suspect.rank for suspect in judge(intervals).suspects}
 
 
-def named(three: list[Window], share: float = 1.0) -> int | None:
-    """Return the rank with the highest score in all three windows, or None.
-
-    Its cost has to exceed `share` of the warning's threshold, and no other rank may be nearly as late in the last
-    window.
-    """
-    settings = AlertSettings()
-    first_ranks = {max(range(WORLD_SIZE), key=scores(window).__getitem__) for window in three}
-    cost = sum(max(scores(window)) for window in three) / len(three)
-    second, first = sorted(scores(three[-1]))[-2:]
-    alone = second <= 0.75 * first
-    return first_ranks.pop() if len(first_ranks) == 1 and alone and cost > share * settings.straggler_warning else None
-
-
-def ever_named(healthy: list[Window]) -> set[int | None]:
-    """Return the ranks named in any three windows in a row. None stands for windows that name no rank."""
-    return {named(healthy[at : at + WINDOWS]) for at in range(len(healthy) - WINDOWS + 1)}
+def ever_named(windows: list[Window]) -> set[int]:
+    """Return the ranks that are named after any of the windows."""
+    return set().union(*(named(windows[: at + 1]) for at in range(len(windows))))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("slow", range(WORLD_SIZE))
 def test_a_rank_slower_by_15_percent_is_named(windows: dict[str, list[Window]], variant: str, slow: int) -> None:
-    assert named(windows[f"{variant} {slow}"], NAMED_FROM) == slow
+    assert ever_named(windows[f"{variant} {slow}"]) == {slow}
 
 
 @pytest.mark.parametrize("model", ["ddp", "fsdp2"])
 def test_no_rank_is_named_in_healthy_steps(windows: dict[str, list[Window]], model: str) -> None:
-    assert ever_named(windows[f"healthy {model}"]) == {None}
+    assert ever_named(windows[f"healthy {model}"]) == set()
 
 
 def main() -> dict[str, list[float]]:
@@ -153,7 +139,7 @@ def main() -> dict[str, list[float]]:
         """Return the wait shares, and the duration of a step without the work."""
         for times in HEALTHY_SCALES:
             shares_of_windows, step = train(make(), windows, window, times * work)
-            if ever_named(of_all(shares_of_windows)) == {None}:
+            if not ever_named(of_all(shares_of_windows)):
                 break
         return shares_of_windows, step - times * work
 
@@ -162,7 +148,7 @@ def main() -> dict[str, list[float]]:
             work = times * WORK
             extra = SLOWER * (work + overhead) if rank == slow else 0.0
             shares_of_windows, _ = train(make(), WINDOWS, WINDOW, work, extra, how)
-            if named(of_all(shares_of_windows), NAMED_FROM) == slow:
+            if ever_named(of_all(shares_of_windows)) == {slow}:
                 break
         return shares_of_windows
 

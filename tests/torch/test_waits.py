@@ -65,6 +65,13 @@ def test_the_punctual_rank_waits_for_the_late_rank(answers: list[Answer], name: 
     assert in_time["errors"] == late["errors"] == 0
 
 
+@pytest.mark.parametrize("name", LATENESS)
+def test_each_wait_counts_for_its_process_group(answers: list[Answer], name: str) -> None:
+    for answer in answers:
+        assert set(answer[name]["groups"]) == {"world 0,1"} | ({"pp 0,1"} if name == "receiving" else set())
+        assert sum(answer[name]["groups"].values()) == pytest.approx(answer[name]["wait"])
+
+
 @pytest.mark.parametrize("name", LOSSES)
 def test_watching_changes_no_bit_of_the_loss(answers: list[Answer], name: str) -> None:
     for answer in answers:
@@ -95,7 +102,7 @@ def test_fsdp2_with_tensor_parallelism_is_distinguished(answers: list[Answer]) -
     assert [answer["tensor_parallel_groups"] for answer in answers] == [[False, True]] * 2
 
 
-@pytest.mark.parametrize("name", ["no_sync", "on_another_thread", "not_this_step", "unwatched_host", "pipeline"])
+@pytest.mark.parametrize("name", ["no_sync", "on_another_thread", "not_this_step", "unwatched_host"])
 def test_a_step_without_a_wait_of_its_own_is_not_measured(answers: list[Answer], name: str) -> None:
     assert [answer[name]["steps"] for answer in answers] == [None, None]
 
@@ -215,6 +222,7 @@ def main() -> Iterator[tuple[str, Any]]:
             "errors": total(catalogue.TRAINING_HOOK_ERRORS_TOTAL),
             "seconds": total(catalogue.TRAINING_MEASURED_STEP_SECONDS_TOTAL),
             "late": late,
+            "groups": {f"{kind} {text}": seconds for (kind, text), seconds in run.recorder.totals.group_waits.items()},
         }
 
     def train_late(model: Any, **how: Any) -> Answer:
@@ -299,9 +307,6 @@ def main() -> Iterator[tuple[str, Any]]:
     waits.watch(run.recorder).remove()
     yield "unwatched_host", train(Plain(), run=run, watched=None, after=gathered)
 
-    run = Run("waits", parallel={"pp": (rank, 2)})
-    yield "pipeline", train(Plain(), run=run, after=gathered)
-
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     both = parallelize_module(Plain(), mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
     fully_shard(both, mesh=mesh["dp"])
@@ -314,9 +319,9 @@ def main() -> Iterator[tuple[str, Any]]:
     run, model, brackets = Run("waits"), fsdp2(), []
     waited = run.recorder.waited
 
-    def count(began: Any, ended: Any) -> None:
+    def count(began: Any, ended: Any, group: Any = None) -> None:
         brackets.append(ended)
-        waited(began, ended)
+        waited(began, ended, group)
 
     run.recorder.waited = count  # type: ignore[method-assign]
     watching = waits.Watch(run.recorder)

@@ -28,7 +28,7 @@ TRAINING_COMMITTED_STEPS = gauge("training_committed_steps",
 TRAINING_STEPS_TOTAL = counter("training_steps_total",
     "Optimizer steps since the process started, including re-executed ones.", RANK, "run.step")
 TRAINING_TOKENS_TOTAL = counter("training_tokens_total", "This rank's share of the tokens since the process started "
-    "(replica tokens / ranks per replica).", RANK, "run.step(tokens=...)", key=True)
+    "(replica tokens / ranks per replica).", RANK, "run.step(tokens=...)")
 TRAINING_SAMPLES_TOTAL = counter("training_samples_total", "This rank's share of the training samples since the "
     "process started (replica samples / ranks per replica).", RANK, "run.step(samples=...)")
 TRAINING_MODEL_FLOPS_TOTAL = counter("training_model_flops_total", "FLOPs the model needs for this rank's share of the "
@@ -62,6 +62,11 @@ TRAINING_COLLECTIVE_WAIT_SECONDS_TOTAL = counter("training_collective_wait_secon
     "Time of collectives that computation did not hide, in measured steps: wait for other ranks, and transfer. The "
     "straggler has the least.", RANK,
     "flopwatch.training.torch.waits")
+TRAINING_GROUP_WAIT_SECONDS_TOTAL = counter("training_group_wait_seconds_total",
+    "The part of training_collective_wait_seconds_total that a rank waited in one process group, by the group's kind "
+    "(tp, cp, ep, pp, dp, world, group) and ranks. Absent where one group has all ranks of the job. Sent to the "
+    "ledger, not served.",
+    (*RANK, "group", "ranks"), "flopwatch.training.torch.groups")
 TRAINING_COLLECTIVE_WAIT_UNAVAILABLE = gauge("training_collective_wait_unavailable",
     "1 with the reason why this rank's wait for other ranks is not measured. Absent if it is measured.",
     (*RANK, "reason"), "flopwatch.training.torch.waits")
@@ -70,6 +75,9 @@ TRAINING_MEASURED_STEP_SECONDS_TOTAL = counter("training_measured_step_seconds_t
     "evaluation are left out.", RANK, "flopwatch.training.run")
 TRAINING_MEASURED_STEPS_TOTAL = counter("training_measured_steps_total",
     "Steps in which training_collective_wait_seconds_total was measured.", RANK, "flopwatch.training.run")
+TRAINING_MEASURED_TOKENS_TOTAL = counter("training_measured_tokens_total",
+    "This rank's share of the tokens in the steps of training_measured_steps_total. Sent to the ledger, not served.",
+    RANK, "flopwatch.training.run")
 TRAINING_SAMPLED_EVERY_STEPS = gauge("training_sampled_every_steps",
     "Phases and waits are measured in one of this many steps. Reported by one rank.", _RUN, "flopwatch.training.run")
 TRAINING_COLLECTIVE_SEQUENCE_NUMBER = gauge("training_collective_sequence_number",

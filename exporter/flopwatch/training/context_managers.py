@@ -6,7 +6,7 @@ from threading import get_ident
 from typing import Any, Generic, TypeVar
 
 from flopwatch.training.recorder import CHECK_BACKLOG, Recorder
-from flopwatch.training.totals import Totals
+from flopwatch.training.totals import Group, Totals
 
 _T = TypeVar("_T")
 
@@ -57,8 +57,11 @@ class _Timed:
         self._recorder = recorder
 
 
-class Wait(_Timed):
-    """Context manager around a wait for other ranks, whose time is recorded as this rank's wait in the open step."""
+class Wait:
+    """Context manager around a wait for other ranks of a process group, recorded as this rank's in the open step."""
+
+    def __init__(self, recorder: Recorder, group: Group | None) -> None:
+        self._recorder, self._group = recorder, group
 
     def __enter__(self) -> None:
         self._recorder.measures_wait()
@@ -66,7 +69,7 @@ class Wait(_Timed):
         self._began = self._recorder.mark()
 
     def __exit__(self, *_: object) -> None:
-        self._recorder.waited(self._began, self._recorder.mark())
+        self._recorder.waited(self._began, self._recorder.mark(), self._group)
         self._recorder.in_wait = False
 
 

@@ -7,10 +7,12 @@ import weakref
 from typing import Any
 
 from flopwatch import catalogue as m
+from flopwatch.catalogue.ranks import all_ranks_text
 from flopwatch.flops import peaks
 from flopwatch.training.process import parallel
 from flopwatch.training.recorder import Recorder
 from flopwatch.training.run_info import RunInfo
+from flopwatch.training.totals import WHOLE_JOB, Group
 
 log = logging.getLogger("flopwatch")
 
@@ -22,6 +24,7 @@ class Instruments:
         self._recorder, self._info = recorder, info
         self._card: Any = None  # of the loop's thread, because each thread has a device of its own
         self._general: tuple[Any, ...] = ()  # objects with remove(), for all models together
+        self._groups: Any = None
         self._models: dict[int, tuple[Any, ...]] = {}  # objects with remove(), by the model's id
 
     def find_card(self, expected: bool) -> None:
@@ -59,6 +62,7 @@ class Instruments:
                 return
         try:
             recorder.parallel = parallel.parallel(given, recorder.world_size)
+            recorder.process_groups = parallel.process_groups(given)
             if recorder.totals.replica_ranks is None:
                 recorder.totals.replica_ranks = recorder.parallel.replica_ranks
         except Exception as error:
@@ -137,6 +141,17 @@ class Instruments:
         if layers:
             look()
             self._recorder.poll(look)
+
+    def of_group(self, group: Any) -> Group | None:
+        """Return kind and ranks of a process group, of all ranks if it is None. None if its ranks have no text."""
+        if group is None:
+            return WHOLE_JOB, all_ranks_text(self._recorder.world_size)
+        if self._groups is None:
+            from flopwatch.training.torch.groups import Groups
+
+            self._groups = Groups(self._recorder)
+        found: Group | None = self._groups.of_group(group)
+        return found
 
     def remove(self) -> None:
         """Remove all hooks of this run from PyTorch."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from flopwatch.catalogue import Metric
 from flopwatch.training.process.parallel import Parallel
-from flopwatch.training.totals import Event, Mark, PackedFlops, Totals, positive
+from flopwatch.training.totals import Event, Group, Mark, PackedFlops, Totals, positive
 
 log = logging.getLogger("flopwatch")
 
@@ -90,6 +90,7 @@ class Recorder:
         self.errors = 0
         self.rank, self.world_size = 0, 1
         self.parallel: Parallel | None = None  # this rank's coordinates
+        self.process_groups: list[tuple[str, Any]] = []  # kinds and groups that the job named
         self.step_source, self.flops_source = "manual", "declared"
         self.pushing = self.finished = False
         self.watched = False  # a model's phases are measured, so step durations are needed even without pushes
@@ -208,10 +209,10 @@ class Recorder:
         """Record that the phase `name`, one of catalogue.PHASES, of the open step lasted from one mark to the other."""
         self.record((Totals.phase, ended, name, began, ended))
 
-    def waited(self, began: Mark, ended: Mark) -> None:
-        """Record that this rank waited for other ranks between two marks. The open step then counts as measured."""
+    def waited(self, began: Mark, ended: Mark, group: Group | None = None) -> None:
+        """Record that this rank waited for others of a process group. The open step then counts as measured."""
         self.waited_at = self.steps_taken
-        self.record((Totals.waited, ended, began, ended))
+        self.record((Totals.waited, ended, began, ended, group))
 
     def measures_wait(self) -> None:
         """Declare that every measured step calls `waited`. Afterwards, a step without that call is not measured."""

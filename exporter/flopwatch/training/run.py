@@ -306,9 +306,13 @@ class Run:
 
     # A rank that measures fewer waits than others looks like the straggler.
     @_guarded(_empty)
-    def collective_wait(self) -> AbstractContextManager[None]:
-        """Return a context manager around a wait for other ranks that `watch()` misses. Use it on all ranks alike."""
-        return contexts.Wait(self.recorder)
+    def collective_wait(self, group: Any = None) -> AbstractContextManager[None]:
+        """Return a context manager around a wait for other ranks that `watch()` misses. Use it on all ranks alike.
+
+        `group` is the process group of those ranks, None for all ranks of the job.
+        """
+        instruments = self._instruments
+        return contexts.Wait(self.recorder, None if instruments is None else instruments.of_group(group))
 
     @_guarded(lambda: None)
     def restored(self, step: int | None, tokens: float | None = None) -> None:

@@ -22,6 +22,9 @@ PERCENTILES = (50, 90, 99)
 RECENT_SECONDS, RECENT_LEAST, RECENT_MOST = 300.0, 100, 1_000  # steps whose duration is kept for the percentiles
 DURATION_BOUNDS = (0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 180.0)  # seconds
 
+WHOLE_JOB = "world"  # kind of the process group of all ranks
+MAX_GROUPS = 16  # process groups of a rank whose waits are kept apart
+
 # Seconds that a device may lag. Beyond that time goes on without it, so that a hang becomes visible.
 MAX_LAG = 10.0
 
@@ -59,6 +62,7 @@ class CapturedMark(float):
 
 Mark = float | Moment
 Labels = tuple[tuple[str, str], ...]
+Group = tuple[str, str]  # kind of a process group (tp, cp, ep, pp, dp, world, group), and its ranks as text
 Event = tuple[Any, ...]  # a method of Totals, a Mark, and the method's other arguments
 
 
@@ -137,15 +141,18 @@ class Totals:
         self.background = 0.0
         self.saves_in_background = False
         self.wait = 0.0
+        self.group_waits: dict[Group, float] = {}
         self.phases: dict[str, float] = {}
         self.measured_seconds = 0.0
         self.measured_steps = 0
+        self.measured_tokens = 0.0
         self.durations = [0] * (len(DURATION_BOUNDS) + 1)
         self.duration_sum = 0.0
         self.recent: deque[tuple[float, float]] = deque(maxlen=RECENT_MOST)  # end and duration of steps
         self.others: dict[Metric, dict[Labels, float]] = {}
         # The open step's.
         self._wait: float | None = None  # None: not measured
+        self._group_waits: dict[Group, float] = {}
         self._phases: dict[str, float] = {}
         self._counted_flops: float | None = None
         self._missed = False  # a mark, so waits and phases are not known
@@ -204,13 +211,17 @@ class Totals:
             self.position += 1
         self.last_step = now
         timed = self.timeline.step(now)
+        tokens, measured = self.tokens, False
         if timed is not None and not (self._missed_begin or self._missed_end):
             self.recent.append((now, timed[0]))
-            self._time(*timed, self._missed)
+            measured = self._time(*timed, self._missed)
         self._missed, self._missed_begin, self._wait = False, self._missed_end, None
         self._phases.clear()
+        self._group_waits.clear()
         counted, self._counted_flops = self._counted_flops, None
         self._work(work, counted, capacity=timed is not None)
+        if measured:
+            self.measured_tokens += self.tokens - tokens
         self.logged(now, work)
 
     def logged(self, _: float, work: Work) -> None:
@@ -228,19 +239,24 @@ class Totals:
         self.nonfinite[name] = self.nonfinite.get(name, 0) + (not math.isfinite(value))
         return value
 
-    def _time(self, duration: float, disturbed: bool, missed: bool) -> None:
+    def _time(self, duration: float, disturbed: bool, missed: bool) -> bool:
+        """Add a step's duration and, if it is a measured one, its waits and phases. Return whether it is."""
         mean = self.step_seconds
         self.durations[bisect_left(DURATION_BOUNDS, duration)] += 1
         self.duration_sum += duration
-        measured = self._wait is not None if self.measures_wait else bool(self._phases)
-        if measured and not disturbed and not missed and 0 < duration <= 2 * mean:
+        known = self._wait is not None if self.measures_wait else bool(self._phases)
+        if measured := known and not disturbed and not missed and 0 < duration <= 2 * mean:
             self.wait += self._wait or 0.0
+            for group, seconds in self._group_waits.items():
+                if group in self.group_waits or len(self.group_waits) < MAX_GROUPS:
+                    self.group_waits[group] = self.group_waits.get(group, 0.0) + seconds
             for phase, seconds in self._phases.items():
                 self.phases[phase] = self.phases.get(phase, 0.0) + seconds
             self.measured_seconds += duration
             self.measured_steps += 1
         # An outlier moves the mean a little, so that it follows when steps become longer for good.
         self.step_seconds += (min(duration, 2 * mean) - mean) / 8 if mean else duration
+        return measured
 
     def _work(self, work: Work, counted: float | None, *, capacity: bool) -> None:
         """Count tokens, samples and, if the step's time is `capacity`, FLOPs. Otherwise MFU would be too high."""
@@ -306,11 +322,13 @@ class Totals:
         self.saves_in_background = True
         self.background += max(0.0, seconds)
 
-    def waited(self, _: float, began: Mark, ended: Mark) -> None:
-        """Add a wait for other ranks between two marks. The open step then counts as measured."""
+    def waited(self, _: float, began: Mark, ended: Mark, group: Group | None = None) -> None:
+        """Add a wait for other ranks of a process group between two marks. The open step then counts as measured."""
         self._missed = self._missed or type(began) is MissedMark
         if (seconds := _between(began, ended)) is not None:
             self._wait = (self._wait or 0.0) + seconds
+            if group is not None:
+                self._group_waits[group] = self._group_waits.get(group, 0.0) + seconds
 
     def phase(self, _: float, name: str, began: Mark, ended: Mark) -> None:
         """Add the time between two marks to a phase of the open step. Raises ValueError if `name` is not a phase."""

@@ -1,7 +1,8 @@
 """Coordinates of a rank in the data, tensor, pipeline, context and expert parallel groups of its job.
 
-They are from a mapping, a torch DeviceMesh (https://docs.pytorch.org/docs/stable/distributed.html#devicemesh), or an
-object with the methods of Megatron's parallel_state. The ranks that share one model replica are tensor x pipeline x
+They are from a mapping to (rank, size) or process groups, a torch DeviceMesh
+(https://docs.pytorch.org/docs/stable/distributed.html#devicemesh), or an object with the methods of Megatron's
+parallel_state. The ranks that share one model replica are tensor x pipeline x
 context parallel. Inconsistent sizes are refused, since a wrong size makes a wrong MFU.
 """
 
@@ -61,10 +62,35 @@ def parallel(given: object, world_size: int) -> Parallel:
         groups = _megatron(given)
     else:
         raise ValueError(
-            f"parallel= takes a mapping such as {{'tp': (rank, size)}}, a torch DeviceMesh or Megatron's "
-            f"parallel_state, not a {type(given).__name__}"
+            f"parallel= takes a mapping such as {{'tp': (rank, size)}} or {{'tp': group}}, a torch DeviceMesh or "
+            f"Megatron's parallel_state, not a {type(given).__name__}"
         )
     return _checked(groups, world_size)
+
+
+def process_groups(given: object) -> list[tuple[str, Any]]:
+    """Return the kind (dp, tp, pp, cp or ep) and process group of each group in what `parallel` takes, if it has them.
+
+    Of several dimensions of one kind each has a group.
+    """
+    if isinstance(given, Mapping):
+        return [(kind, group) for kind, group in given.items() if _is_group(group)]
+    if (names := getattr(given, "mesh_dim_names", None)) is not None:
+        mesh: Any = given
+        return [(DIMENSIONS[name], mesh.get_group(name)) for name in names if name in DIMENSIONS]
+    found = []
+    for kind, middles in _MEGATRON.items():
+        for middle in middles:
+            get = getattr(given, f"get_{middle}_group", None)
+            # Megatron returns 0 ranks for a group that was not made.
+            if get is not None and int(getattr(given, f"get_{middle}_world_size")()) > 0:
+                found.append((kind, get()))
+                break
+    return found
+
+
+def _is_group(given: object) -> bool:
+    return all(callable(getattr(given, name, None)) for name in ("rank", "size"))
 
 
 def megatron(modules: Mapping[str, Any] = sys.modules) -> object | None:
@@ -96,10 +122,11 @@ def _checked(groups: Mapping[str, Any], world_size: int) -> Parallel:
 
 def _coordinate(name: str, group: Any) -> Coordinate:
     try:
-        rank, size = (operator.index(number) for number in group)
+        pair = (group.rank(), group.size()) if _is_group(group) else group
+        rank, size = (operator.index(number) for number in pair)
     except (TypeError, ValueError):
         # Not the value itself: a tensor's repr would wait for the device.
-        raise ValueError(f"parallel[{name!r}] takes (rank, size), two whole numbers") from None
+        raise ValueError(f"parallel[{name!r}] takes a process group or (rank, size), two whole numbers") from None
     if not 0 <= rank < size:
         raise ValueError(f"parallel[{name!r}] is ({rank}, {size}); a rank is at least 0 and below its group's size")
     return rank, size

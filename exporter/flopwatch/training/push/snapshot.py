@@ -6,6 +6,7 @@ import time
 
 from flopwatch import catalogue as m
 from flopwatch.catalogue import Metric
+from flopwatch.catalogue.ranks import all_ranks_text
 from flopwatch.training.process import launcher
 from flopwatch.training.process.parallel import Parallel
 from flopwatch.training.process.stuck_frames import StuckFrames
@@ -86,6 +87,10 @@ class Snapshots:
             points[metric] = [(dict(labels), value) for labels, value in samples.items()]
         for (metric, labels), value in tuple(recorder.gauges.items()):
             points.setdefault(metric, []).append((dict(labels), value))
+        if {ranks for _, ranks in totals.group_waits} - {all_ranks_text(recorder.world_size)}:
+            points[m.TRAINING_GROUP_WAIT_SECONDS_TOTAL] = [
+                ({"group": kind, "ranks": ranks}, seconds) for (kind, ranks), seconds in totals.group_waits.items()
+            ]
         points[m.TRAINING_PHASE_SECONDS_TOTAL] = [({"phase": name}, s) for name, s in totals.phases.items()]
         if self._reports_loss():
             points[m.TRAINING_NONFINITE_TOTAL] = [({"value": name}, float(n)) for name, n in totals.nonfinite.items()]
@@ -121,6 +126,7 @@ class Snapshots:
         flops_known = totals.no_flops_because is None
         has_hardware_flops = flops_known and totals.hardware_flops_per_token is not None
         measures = totals.measures_wait or bool(totals.phases)
+        weighs_waits = totals.measures_wait and totals.tokens_known
         last_step = None if totals.last_step is None else info.start_unix + totals.last_step - recorder.start
         values: dict[Metric, float | None] = {
             m.TRAINING_STEPS_TOTAL: totals.steps,
@@ -139,6 +145,7 @@ class Snapshots:
             m.TRAINING_COLLECTIVE_WAIT_SECONDS_TOTAL: totals.wait if totals.measures_wait else None,
             m.TRAINING_MEASURED_STEP_SECONDS_TOTAL: totals.measured_seconds if measures else None,
             m.TRAINING_MEASURED_STEPS_TOTAL: totals.measured_steps if measures else None,
+            m.TRAINING_MEASURED_TOKENS_TOTAL: totals.measured_tokens if weighs_waits else None,
             m.TRAINING_WORLD_SIZE: recorder.world_size if recorder.rank == 0 else None,
             m.TRAINING_SAMPLED_EVERY_STEPS: recorder.measure_every if measures and recorder.rank == 0 else None,
         }

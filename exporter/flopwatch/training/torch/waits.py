@@ -17,10 +17,12 @@ from typing import Any
 
 import torch
 import torch.distributed
+from torch.distributed import _functional_collectives as functional
 from torch.nn.parallel import DistributedDataParallel
 
 from flopwatch.training.recorder import Recorder
-from flopwatch.training.totals import CapturedMark, Mark
+from flopwatch.training.torch.groups import Groups
+from flopwatch.training.totals import CapturedMark, Group, Mark
 
 log = logging.getLogger("flopwatch")
 
@@ -44,6 +46,7 @@ class Watch:
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
+        self.groups = Groups(recorder)
         self._seen = self._captured = self._removed = False
         self._first_position: int | None = None
         self.handles: list[Any] = []  # of hooks, and of what was replaced
@@ -70,8 +73,8 @@ class Watch:
             recorder.failed("watch", error)
             return None
 
-    def ends(self, began: Mark | None) -> None:
-        """Record a wait from `began` until now, unless that is None."""
+    def ends(self, began: Mark | None, group: Group | None = None) -> None:
+        """Record a wait in a process group from `began` until now, unless that is None."""
         recorder = self.recorder
         try:
             if began is not None:
@@ -79,7 +82,7 @@ class Watch:
                 if not recorder.totals.measures_wait:
                     recorder.measures_wait()
                 self._seen = True
-                recorder.waited(began, recorder.mark_after(began))
+                recorder.waited(began, recorder.mark_after(began), group)
         except Exception as error:
             recorder.failed("watch", error)
 
@@ -127,8 +130,7 @@ def watch(recorder: Recorder, model: object = None) -> Watch:
 def _watch(watched: Watch, model: object) -> None:
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return  # a single rank never waits
-    if "pp" in (others := _others(watched.recorder)):
-        raise Unmeasured("pipeline", "a pipeline's stages wait for one another even if no rank is slow")
+    others = _others(watched.recorder)
     model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
     if not isinstance(model, torch.nn.Module):
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -142,6 +144,8 @@ def _watch(watched: Watch, model: object) -> None:
     names = ", ".join(sorted(devices))
     if devices <= {"cpu"}:
         _watch_host(watched)
+    elif "pp" in others:
+        raise Unmeasured("pipeline", f"on {names} the sends and receives of a pipeline's stages are not seen")
     elif others or any(_tensor_parallel(group) for group in groups):
         raise Unmeasured(
             "other_groups",
@@ -224,7 +228,8 @@ class _Bracket:
         try:
             self._passes.discard(this)
             if (began := self._watch.begins()) is not None:
-                _queue(functools.partial(self._watch.ends, began))
+                group = self._watch.groups.of_group(self._model.process_group)
+                _queue(functools.partial(self._watch.ends, began, group))
         except Exception as error:
             self._watch.recorder.failed("watch", error)
 
@@ -334,12 +339,17 @@ def _watch_host(watched: Watch) -> None:
     """Record this thread's waits in collectives called from Python, and end the previous recording."""
     while _replaced:
         _replaced.pop().remove()
-    for owner, name in ((torch.distributed.Work, "wait"), (torch.distributed._functional_collectives, "wait_tensor")):
-        _replaced.append(Replaced(owner, name, _timed(watched, getattr(owner, name))))
+    groups, work = watched.groups, torch.distributed.Work
+    for owner, name, ours in (
+        (work, "wait", _timed(watched, work.wait, groups.of_work)),
+        (functional, "wait_tensor", _timed(watched, functional.wait_tensor, groups.of_tensor)),
+        *groups.replacements(),
+    ):
+        _replaced.append(Replaced(owner, name, ours))
     watched.handles += _replaced
 
 
-def _timed(watched: Watch, original: Callable[..., Any]) -> Callable[..., Any]:
+def _timed(watched: Watch, original: Callable[..., Any], group_of: Callable[[Any], Group | None]) -> Callable[..., Any]:
     thread = threading.get_ident()
 
     @functools.wraps(original)
@@ -347,10 +357,15 @@ def _timed(watched: Watch, original: Callable[..., Any]) -> Callable[..., Any]:
         # Other threads save checkpoints or gather metrics while the loop runs.
         if torch.compiler.is_compiling() or threading.get_ident() != thread:
             return original(*args, **kwargs)
-        began = watched.begins()
+        group, began = None, watched.begins()
+        if began is not None and args:
+            try:
+                group = group_of(args[0])
+            except Exception as error:
+                watched.recorder.failed("watch", error)
         try:
             return original(*args, **kwargs)
         finally:
-            watched.ends(began)
+            watched.ends(began, group)
 
     return timed
