@@ -1,6 +1,6 @@
 """Rows of runs, published by the ledger."""
 
-from flopwatch.catalogue.row import RUN, counter, gauge
+from flopwatch.catalogue.row import RUN, counter, gauge, info
 
 # fmt: off
 RUN_SECONDS_TOTAL = counter("run_seconds_total", "Wall clock of the run by bucket: productive, lost, startup, compile, "
@@ -36,8 +36,21 @@ RUN_BADPUT_GPU_SECONDS_TOTAL = counter("run_badput_gpu_seconds_total",
     "re-execution until the next new step. slow, stall: time above the usual, a part of productive, data_stall and "
     "checkpoint_save. No second is in two incidents.", (*RUN, "kind", "cause"), "flopwatch.ledger.attribution")
 RUN_STRAGGLER_GPU_SECONDS_TOTAL = counter("run_straggler_gpu_seconds_total",
-    "GPU time that the run waited for one rank or host, a part of productive. Counted once the others waited for it in "
-    "three windows of two minutes in a row. Absent where waits are not measured.", RUN, "flopwatch.ledger.stragglers")
+    "GPU time that the run waited for the ranks in run_straggler_info, a part of productive. Counted from the first of "
+    "the intervals that show them to be late. Absent where waits are not measured.", RUN, "flopwatch.ledger.stragglers")
+RUN_STRAGGLER_RATIO = gauge("run_straggler_ratio", "Share of each step that the run loses, by what the ledger finds to "
+    "be the reason: rank (one or several), host, group (the ranks of one pipeline stage in one replica), link (between "
+    "two stages), stage (in all replicas), imbalance (ranks are late in turn), communication (all wait longer than "
+    "usual). 0 for all others. Absent where waits are not measured.", (*RUN, "kind"), "flopwatch.verdicts.stragglers")
+RUN_STRAGGLER_INFO = info("run_straggler_info", "Late ranks, at most eight, with their host, and kind and ranks of the "
+    "finest process group whose other ranks wait for them.", (*RUN, "rank", "host", "group", "ranks"),
+    "flopwatch.verdicts.stragglers", key=True)
+RUN_STRAGGLER_UNAVAILABLE = gauge("run_straggler_unavailable", "1 with the reason why the ledger cannot tell whether a "
+    "rank is late: waits (of a rank are not measured), groups (in which ranks wait are not known), ranks (do not "
+    "report, or started again), steps (too few are measured so far).", (*RUN, "reason"), "flopwatch.ledger.stragglers")
+RUN_WHATIF_STEP_SECONDS = gauge("run_whatif_step_seconds", "Seconds that a step would take if so many of the late "
+    "ranks computed as fast as their peers, and for 0 those it takes now. Absent without a late rank, and with a "
+    "pipeline.", (*RUN, "mended"), "flopwatch.verdicts.whatif")
 RUN_ATTEMPT_CONFLICT = gauge("run_attempt_conflict", "1 while two attempts report under the name of this run. The "
     "attempt that started later counts.", RUN, "flopwatch.ledger.run")
 RUN_HIGH_WATER_STEPS = gauge("run_high_water_steps", "Highest step the run ever completed.", RUN,

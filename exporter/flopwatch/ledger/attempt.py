@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
 from flopwatch.ledger.record import STATUSES
 from flopwatch.ledger.slowdowns import Pace, shallow_dict
-from flopwatch.ledger.stragglers import RankWait, StragglerTally
 
 ENDS = (*STATUSES, "silent")
 END_OF_RUN = ("completed", "stopped")
@@ -44,9 +43,6 @@ class ReportingNode:
     end: str | None = None
     whole: bool = False  # whether it began with a start, which reports all its GPUs
     fewer: float | None = None  # since when it reports fewer GPUs than before
-    waits: tuple[RankWait, ...] | None = None
-    waited: tuple[RankWait, ...] | None = None  # `waits` at the start of the straggler window with number `window`
-    window: int = 0
 
     @property
     def position(self) -> float:
@@ -63,9 +59,8 @@ class ReportingNode:
         """Restore a node from its saved state, in any format of the ledger's file."""
         credited = {"credited_gpus": state["gpus"] or 0.0, "credited_peak": state["peak"] or 0.0}
         values = {"heard": state["t"], "met": state["t"], **credited, **state}
-        for name in ("waits", "waited"):
-            if values.get(name) is not None:
-                values[name] = tuple(RankWait(*one) for one in values[name])
+        for name in ("waits", "waited", "window"):  # of flopwatch 0.2
+            values.pop(name, None)
         return cls(**values)
 
 
@@ -99,7 +94,6 @@ class Attempt:
     newest: float = 0.0  # newest stamp of its nodes
     skewed: bool = False  # whether their stamps disagree
     pace: Pace = field(default_factory=lambda: Pace(0.0))
-    late: StragglerTally = field(default_factory=StragglerTally)
 
     def figures(self) -> dict[str, Any]:
         """Return the attempt as a JSON object for the API and the CSV export."""
@@ -111,7 +105,7 @@ class Attempt:
 
     def to_json(self) -> dict[str, Any]:
         """Return the attempt's state to save in the ledger's file."""
-        return shallow_dict(self) | {"pace": self.pace.to_json(), "late": asdict(self.late)}
+        return shallow_dict(self) | {"pace": self.pace.to_json()}
 
     @classmethod
     def from_json(cls, state: Mapping[str, Any], number: int) -> Attempt:
@@ -119,5 +113,5 @@ class Attempt:
         values = {"number": number, "begin": state["start"], **state}
         pace = values.get("pace")
         values["pace"] = Pace(state["start"]) if pace is None else Pace.from_json(pace)
-        values["late"] = StragglerTally(**values.get("late", {}))
+        values.pop("late", None)  # of flopwatch 0.2
         return cls(**values)

@@ -8,7 +8,6 @@ from flopwatch.ledger.attempt import ReportingNode
 from flopwatch.ledger.incidents import Incidents
 from flopwatch.ledger.record import ACTIVITIES, LedgerRecord
 from flopwatch.ledger.reporters import Reporters
-from flopwatch.ledger.stragglers import WINDOW, find_straggler
 
 # Step time is productive or lost; any other activity has the bucket of its name.
 BUCKETS = ("productive", "lost", *ACTIVITIES[1:-1], "down", "queue", "other")
@@ -41,7 +40,6 @@ class Buckets:
     capacity: float = 0.0
     unpriced_flops: float = 0.0  # counted once every node has reported its peak
     unpriced_seconds: float = 0.0
-    straggler_gpu_seconds: float | None = None  # None if waits are not measured
 
     def advance_to(self, until: float, bucket: str, *, held: bool = True) -> None:
         """Move the frontier to `until` (Unix time) and add the seconds to one bucket, with GPU-seconds if `held`."""
@@ -191,32 +189,6 @@ class Buckets:
             if step > self.provisional_from:
                 self.provisional *= _share_above(self.provisional_from, self.mark, step)
                 self.provisional_from = step
-
-    def take_waits(self, node: ReportingNode, record: LedgerRecord) -> None:
-        """Store how long the node's ranks have waited for others so far, and at the start of the straggler window."""
-        window = self.reporters.current.late.number
-        if node.window != window:
-            node.waited, node.window = node.waits, window
-        node.waits = record.waits
-        if record.waits and self.straggler_gpu_seconds is None:
-            self.straggler_gpu_seconds = 0.0
-
-    def judge_window(self) -> None:
-        """Look for a straggler once the two-minute window is over, and add the GPU-seconds that it cost."""
-        if self.straggler_gpu_seconds is None:
-            return
-        late, productive = self.reporters.current.late, self.gpu_seconds["productive"]
-        if late.since is not None:
-            if self.frontier - late.since < WINDOW:
-                return
-            live = {name: x for name, x in self.reporters.nodes.items() if x.end is None}
-            measured = all(x.waits and x.window == late.number for x in live.values())
-            straggler = None
-            if measured and sum(len(x.waits or ()) for x in live.values()) == self.reporters.total("gpus"):
-                before = {name: x.waited or () for name, x in live.items()}
-                straggler = find_straggler(before, {name: x.waits or () for name, x in live.items()})
-            self.straggler_gpu_seconds += late.judge(straggler, productive - late.productive)
-        late.since, late.productive, late.number = self.frontier, productive, late.number + 1
 
 
 def _share_above(begin: float, end: float, mark: float) -> float:

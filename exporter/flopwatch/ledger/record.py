@@ -3,15 +3,16 @@
     {"t": unix seconds, "run", "tenant", "attempt", "source", "event": "submitted" | "start" | "snapshot" | "finish",
      "activity_seconds": {activity: seconds}, "open_step_seconds", "step", "committed_step", "restored_step",
      "rank", "gpus", "model_flops", "peak_flops", "started", "submitted", "status", "gone", "pid", "overlaps",
-     "waits": [[rank, place, started, steps, seconds, wait, tokens]],
+     "waits": [[rank, place, started, steps, seconds, wait, tokens, [[group, ranks, wait]]]],
      "evidence": [{"kind", "t", "count", "gpu", "port", "rank", "detail"}]}
 
 Required are t, run and event, and attempt for a start or snapshot. A finish without attempt ends the current attempt.
 `source` is the reporting host. `pid` is true if the host knows one of the run's processes, and `overlaps` while another
 attempt of the run is live on the host. `activity_seconds` and `model_flops` are cumulative for one process, the host's
 lowest live rank. `step` of a start is the step restored from a checkpoint. `waits` has cumulative seconds of each rank,
-and is absent unless all ranks of the host are measured. `evidence` has what the host observed: its count so far and the
-time of the last. Unknown fields are ignored.
+and is absent unless all ranks of the host are measured. Its last field, which may be absent, has the wait in each
+process group, by the group's kind and ranks (`flopwatch.catalogue.ranks`). `evidence` has what the host observed: its
+count so far and the time of the last. Unknown fields are ignored.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import fsum, inf
-from typing import Any
+from typing import Any, NamedTuple
 
+from flopwatch.catalogue.ranks import MAX_LENGTH, count_of
 from flopwatch.ledger.attribution import Evidence
-from flopwatch.ledger.stragglers import RankWait
 
 # Activities of a source; any other name counts as `other`.
 ACTIVITIES: tuple[str, ...] = ("step", "startup", "compile", "data_stall", "checkpoint_save", "checkpoint_restore")
@@ -38,10 +39,27 @@ _MAX_NAME_LENGTH = 512
 _MAX_NUMBER = 1e30
 _MAX_RANKS = 64
 _MAX_PLACE_LENGTH = 64
+_MAX_GROUPS = 16  # of a rank
 _MAX_DELAY = 300.0  # seconds: evidence after an attempt's last report is sent with that report
 _MAX_TEXT_LENGTHS = {"kind": 64, "gpu": 128, "port": 128, "detail": 200}  # of evidence; longer text is cut
 
 RunKey = tuple[str, str]  # tenant, run
+
+
+class RankWait(NamedTuple):
+    """Totals of one rank over its measured steps: steps, their seconds, seconds waited for other ranks, and tokens.
+
+    `groups` has kind, ranks and seconds waited of each process group, and is empty if they are not known.
+    """
+
+    rank: int
+    place: str  # in the pipeline
+    started: float  # start of the process
+    steps: float
+    seconds: float
+    wait: float
+    tokens: float
+    groups: tuple[tuple[str, str, float], ...] = ()
 
 
 class RecordError(ValueError):
@@ -187,9 +205,9 @@ def _waits(value: object) -> tuple[RankWait, ...] | None:
         raise RecordError(f"waits: not a list of at most {_MAX_RANKS} ranks")
     waits = []
     for number, item in enumerate(value, 1):
-        if not isinstance(item, list) or len(item) != len(_WAIT_FIELDS):
+        if not isinstance(item, list) or not len(_WAIT_FIELDS) <= len(item) <= len(_WAIT_FIELDS) + 1:
             raise RecordError(f"waits {number}: not [{', '.join(_WAIT_FIELDS)}]")
-        fields = dict(zip(_WAIT_FIELDS, item, strict=True))
+        fields = dict(zip(_WAIT_FIELDS, item, strict=False))
         try:
             place = _text(fields, "place")[:_MAX_PLACE_LENGTH]
             names = [name for name in _WAIT_FIELDS if name != "place"]
@@ -199,10 +217,31 @@ def _waits(value: object) -> tuple[RankWait, ...] | None:
         given = {name: value for name, value in numbers.items() if value is not None}
         if len(given) < len(numbers):
             raise RecordError(f"waits {number}: a number is missing")
-        waits.append(RankWait(int(given.pop("rank")), place, **given))
+        groups = _groups(item[-1], number) if len(item) > len(_WAIT_FIELDS) else ()
+        waits.append(RankWait(int(given.pop("rank")), place, **given, groups=groups))
     if len({wait.rank for wait in waits}) < len(waits):
         raise RecordError("waits: a rank is listed twice")
     return tuple(waits)
+
+
+def _groups(value: object, number: int) -> tuple[tuple[str, str, float], ...]:
+    if not isinstance(value, list) or len(value) > _MAX_GROUPS:
+        raise RecordError(f"waits {number}: not a list of at most {_MAX_GROUPS} groups")
+    groups = []
+    for item in value:
+        if not isinstance(item, list) or len(item) != 3 or not all(isinstance(text, str) for text in item[:2]):
+            raise RecordError(f"waits {number}: a group is not [kind, ranks, wait]")
+        kind, ranks, _ = item
+        try:
+            wait = _number({"wait": item[2]}, "wait")
+            if len(ranks) > MAX_LENGTH or count_of(ranks) == 0 or not kind.isidentifier() or len(kind) > MAX_LENGTH:
+                raise ValueError(f"{kind[:40]!r} {ranks[:40]!r}")
+        except (RecordError, ValueError) as error:
+            raise RecordError(f"waits {number}: group: {error}") from None
+        if wait is None:
+            raise RecordError(f"waits {number}: group: the wait is missing")
+        groups.append((kind, ranks, wait))
+    return tuple(groups)
 
 
 def _evidence(value: object, stamp: float, host: str) -> tuple[Evidence, ...]:

@@ -18,6 +18,7 @@ from flopwatch.ledger.incidents import MAX_HISTORY, Incidents
 from flopwatch.ledger.record import LedgerRecord
 from flopwatch.ledger.reporters import Reporters
 from flopwatch.ledger.slowdowns import Pace
+from flopwatch.ledger.stragglers import Stragglers
 
 _QUEUES_AGAIN = ("preempted", "resized")  # planned ends after which a run waits for GPUs and is not down
 _MAX_PAST = 100  # ended attempts that a run remembers by name; older ones are recognised by their start
@@ -46,6 +47,7 @@ class RunLedger:
         self.reporters = Reporters(silent_after)
         self.incidents = Incidents(self.reporters)
         self.buckets = Buckets(self.reporters, self.incidents)
+        self.stragglers = Stragglers(self.reporters)
 
     @property
     def attempt(self) -> Attempt | None:
@@ -144,6 +146,7 @@ class RunLedger:
         if last is not None:
             self._archive(last)
         self.incidents.next_attempt(at)
+        self.stragglers = Stragglers(self.reporters, self.stragglers.gpu_seconds)
         self.reporters.changed |= self.reporters.nodes.keys()
         self.reporters.nodes = {}
         self.attempts += 1
@@ -175,13 +178,14 @@ class RunLedger:
             return
         attempt, name = self.reporters.current, record.source
         self.buckets.take_gpus(node, record, received)
-        self.buckets.take_waits(node, record)
+        self.stragglers.take(record)
         self._take_position(node, record)
         if self.reporters.should_lead(node, name, record.t):
             if attempt.leader != name and node.step is not None:
                 attempt.cursor = min(attempt.cursor, node.step)
             attempt.leader = name
             self._follow(node)
+        self.stragglers.judge(record.t, self.buckets.gpu_seconds["productive"])
         if record.committed_step is not None:
             self.buckets.commit(record.committed_step, record.t)
 
@@ -219,7 +223,6 @@ class RunLedger:
             self.incidents.close_current(buckets.frontier)
             self.incidents.recovering = None
         buckets.price()
-        buckets.judge_window()
 
     def _settle_steps(self, attempt: Attempt, step: float, ended: float) -> None:
         """Attribute the time of the steps up to `step`, which may be below the last one, and look for slowdowns."""

@@ -22,7 +22,8 @@ incidents: losing_seconds=charged_seconds losing_gpu_seconds=charged_gpu_seconds
 incidents: settled badput horizon unsettled
 : resubmitted
 buckets: pending seconds gpu_seconds mark high_water committed committed_at provisional
-buckets: provisional_from positioned flops retained capacity unpriced_flops unpriced_seconds straggler_gpu_seconds
+buckets: provisional_from positioned flops retained capacity unpriced_flops unpriced_seconds
+stragglers: straggler_gpu_seconds=gpu_seconds
 : generation first since submitted start attempts ends left_out"""
 _KEYS = tuple(
     (name.partition("=")[0], part, name.rpartition("=")[2])

@@ -1,13 +1,17 @@
 """Views of a run: samples for `/metrics`, a summary, and for the API its summary with attempts and incidents."""
 
+from collections.abc import Callable
 from typing import Any
 
 from flopwatch import catalogue as m
 from flopwatch.catalogue import Metric, Sample
+from flopwatch.catalogue.ranks import ranks_text
 from flopwatch.ledger.attribution import CAUSES, LOSSES
 from flopwatch.ledger.buckets import BUCKETS, RETAINED
 from flopwatch.ledger.run import RunLedger
+from flopwatch.ledger.stragglers import KINDS, Stragglers
 
+MAX_SUSPECTS = 8
 STATES = ("queued", "running", "down", "completed", "stopped")
 
 
@@ -48,7 +52,9 @@ def families(run: RunLedger, now: float, *, new: bool = False) -> list[Sample]:
         for cause in CAUSES:
             add(m.RUN_INCIDENTS_TOTAL, losses.settled[kind].get(cause, 0), kind, cause)
             add(m.RUN_BADPUT_GPU_SECONDS_TOTAL, losses.badput[kind].get(cause, 0.0), kind, cause)
-    add(m.RUN_STRAGGLER_GPU_SECONDS_TOTAL, buckets.straggler_gpu_seconds)
+    add(m.RUN_STRAGGLER_GPU_SECONDS_TOTAL, run.stragglers.gpu_seconds)
+    if state == "running":
+        _add_stragglers(run.stragglers, add)
     add(m.RUN_ATTEMPT_CONFLICT, float(run.conflict(now)))
     add(m.RUN_HIGH_WATER_STEPS, buckets.high_water)
     add(m.RUN_COMMITTED_STEPS, buckets.committed)
@@ -58,6 +64,21 @@ def families(run: RunLedger, now: float, *, new: bool = False) -> list[Sample]:
         add(m.RUN_CAPACITY_FLOPS_TOTAL, buckets.capacity)
     add(m.RUN_START_TIMESTAMP_SECONDS, run.start)
     return samples
+
+
+def _add_stragglers(stragglers: Stragglers, add: Callable[..., None]) -> None:
+    """Add the verdict on the waits of a run, or why there is none."""
+    verdict = stragglers.verdict
+    if verdict is None or stragglers.reason:
+        add(m.RUN_STRAGGLER_UNAVAILABLE, 1.0, stragglers.reason)
+        return
+    for kind in KINDS:
+        add(m.RUN_STRAGGLER_RATIO, verdict.share if kind == verdict.kind else 0.0, kind)
+    for one in verdict.suspects[:MAX_SUSPECTS]:
+        host, group = stragglers.hosts.get(one.rank, ""), one.communicator
+        add(m.RUN_STRAGGLER_INFO, 1.0, str(one.rank), host, group.kind, ranks_text(group.ranks) or "")
+    for number, seconds in stragglers.whatif.items():
+        add(m.RUN_WHATIF_STEP_SECONDS, seconds, str(number))
 
 
 def summary(run: RunLedger, at: float | None = None) -> dict[str, Any]:
@@ -79,7 +100,7 @@ def summary(run: RunLedger, at: float | None = None) -> dict[str, Any]:
     shown |= {"recoveries": losses.recoveries, "recovery_seconds": losses.recovery_seconds}
     shown["incidents"] = {kind: dict(counts) for kind, counts in losses.settled.items()}
     shown["badput_gpu_seconds"] = {kind: dict(seconds) for kind, seconds in losses.badput.items()}
-    shown |= {"straggler_gpu_seconds": buckets.straggler_gpu_seconds, "high_water_step": buckets.high_water}
+    shown |= {"straggler_gpu_seconds": run.stragglers.gpu_seconds, "high_water_step": buckets.high_water}
     shown |= {"committed_step": buckets.committed, "committed_timestamp": buckets.committed_at}
     return shown | {"retained_flops": buckets.retained, "capacity_flops": buckets.capacity}
 

@@ -15,6 +15,7 @@ from flopwatch.ledger.record import LedgerRecord, RecordError
 from flopwatch.ledger.run import RunLedger
 from flopwatch.node.telemetry.ranks import Telemetry
 from flopwatch.settings import ExporterSettings
+from flopwatch.verdicts.waits import Interval
 from tests.support.histories import Line, read_back, snapshot_of
 from tests.support.otlp_by_hand import START, counter, gauge, request, training
 
@@ -29,9 +30,10 @@ def late(late_rank: int, by: float) -> Shares:
 
 
 def lines(shares: Shares, seconds: float = 1200.0, **change: Any) -> list[Line]:
-    """Return the records of two nodes that make a step a second; `change` gives ranks places, tokens or starts."""
+    """Return the records of two nodes that make a step a second; `change` has what is different for some ranks."""
     place, tokens = change.get("place", lambda rank: ""), change.get("tokens", lambda rank: 100.0)
-    started = change.get("started", lambda rank, t: 0.0)
+    started, steps = change.get("started", lambda rank, t: 0.0), change.get("steps", lambda rank, t: t)
+    groups, named = change.get("groups"), change.get("named", lambda rank: rank)
     records: list[Line] = []
     waited = dict.fromkeys(range(GPUS), 0.0)
     for turn in range(1, int(seconds / EVERY) + 1):
@@ -53,7 +55,12 @@ def lines(shares: Shares, seconds: float = 1200.0, **change: Any) -> list[Line]:
                     "step": int(t),
                     "activity_seconds": {"step": t},
                     "waits": [
-                        [rank, place(rank), started(rank, t), t, t, waited[rank], t * tokens(rank)] for rank in ranks
+                        [
+                            *(named(rank), place(rank), started(rank, t), steps(rank, t), t, waited[rank]),
+                            t * tokens(rank),
+                            *([groups(rank, waited[rank], t)] if groups is not None else []),
+                        ]
+                        for rank in ranks
                     ],
                 }
             )
@@ -76,38 +83,114 @@ def lost(records: list[Line]) -> float | None:
     return served
 
 
-def test_what_a_late_rank_costs_is_counted_once_it_was_the_latest_in_three_windows() -> None:
+def verdict_of(records: list[Line]) -> dict[m.Metric, dict[tuple[str, ...], float]]:
+    """Return the families of the verdict on a run by the values of their own labels."""
+    run = run_of(records)
+    found: dict[m.Metric, dict[tuple[str, ...], float]] = {}
+    for row, labels, value in views.families(run, run.reporters.last):
+        if row.name.startswith(("run_straggler_", "run_whatif_")):
+            found.setdefault(row, {})[labels[2:]] = value
+    return found
+
+
+def test_a_late_rank_is_named_within_a_minute_with_its_host_and_what_mending_gains() -> None:
+    # Both nodes are known at 30 s, so intervals are complete at 45, 60 and 75 s.
+    assert m.RUN_STRAGGLER_INFO not in verdict_of([line for line in lines(late(5, 0.3)) if line["t"] <= 60])
+    found = verdict_of([line for line in lines(late(5, 0.3)) if line["t"] <= 75])
+    assert found[m.RUN_STRAGGLER_INFO] == {("5", "h1", "world", "0-7"): 1.0}
+    shares = found[m.RUN_STRAGGLER_RATIO]
+    assert len(shares) == 7
+    assert sum(shares.values()) == shares["rank",] == pytest.approx(0.3)
+    assert found[m.RUN_WHATIF_STEP_SECONDS] == {("0",): pytest.approx(1.0), ("1",): pytest.approx(0.7)}
+
+
+def test_what_a_late_rank_costs_is_counted_from_the_first_interval_that_shows_it() -> None:
     records = lines(late(5, 0.3))
-    # The first window, of 15 to 135 s, begins before all ranks have reported their position; then 30 % of each.
-    assert lost([line for line in records if line["t"] <= 480]) == 0
-    assert lost([line for line in records if line["t"] <= 510]) == pytest.approx(GPUS * 0.3 * 360, rel=0.03)
-    assert lost(records) == pytest.approx(GPUS * 0.3 * 960, rel=0.03)
+    assert lost([line for line in records if line["t"] <= 60]) == 0
+    assert lost([line for line in records if line["t"] <= 75]) == pytest.approx(GPUS * 0.3 * 45, rel=0.03)
+    assert lost(records) == pytest.approx(GPUS * 0.3 * 1170, rel=0.03)
 
 
 def test_what_a_late_host_costs_is_counted_too() -> None:
-    assert lost(lines(lambda rank, t: 0.1 if rank < PER_HOST else 0.4)) == pytest.approx(GPUS * 0.3 * 960, rel=0.03)
+    records = lines(lambda rank, t: 0.1 if rank < PER_HOST else 0.4)
+    assert lost(records) == pytest.approx(GPUS * 0.3 * 1170, rel=0.03)
+    assert {rank for rank, *_ in verdict_of(records)[m.RUN_STRAGGLER_INFO]} == {"0", "1", "2", "3"}
+
+
+def test_a_late_rank_is_named_in_the_finest_process_group_whose_others_wait_for_it() -> None:
+    # Rank 5 makes rank 4 wait in their tensor parallel group, and both of them all others.
+    def groups(rank: int, waited: float, t: float) -> list[list[Any]]:
+        pair = f"{rank // 2 * 2},{rank // 2 * 2 + 1}"
+        in_pair = {4: 0.3, 5: 0.0}.get(rank, 0.0) * t
+        return [["tp", pair, in_pair], ["dp", f"{rank % 2}-{6 + rank % 2}:2", waited - in_pair]]
+
+    found = verdict_of(lines(late(5, 0.3), groups=groups))
+    assert found[m.RUN_STRAGGLER_INFO] == {("5", "h1", "tp", "4,5"): 1.0}
+    assert m.RUN_STRAGGLER_UNAVAILABLE not in found
 
 
 @pytest.mark.parametrize(
-    ("why", "records"),
+    ("reason", "change"),
     [
-        ("no rank is late", lines(lambda rank, t: 0.4)),
-        ("a rank is hardly late", lines(late(5, 0.08))),
-        ("another one each window", lines(lambda rank, t: 0.1 if rank == int(t / 120) % GPUS else 0.4)),
-        ("two are", lines(lambda rank, t: 0.1 if rank in (1, 6) else 0.4)),
-        ("it has more tokens", lines(late(5, 0.3), tokens=lambda rank: 130.0 if rank == 5 else 100.0)),
-        ("it is at another place in the pipeline", lines(late(5, 0.3), place=lambda rank: str(rank == 5))),
-        ("it starts again and again", lines(late(5, 0.3), started=lambda rank, t: t // 200 if rank == 5 else 0.0)),
+        ("groups", {"groups": lambda rank, waited, t: [["tp", "0-3" if rank < 4 else "4-7", waited / 2]]}),
+        ("groups", {"groups": lambda rank, waited, t: [["dp", "0-8", waited]]}),
+        ("groups", {"groups": lambda rank, waited, t: [["dp", "0-7", waited]] if rank else []}),
+        ("ranks", {"started": lambda rank, t: t if rank == 5 else 0.0}),
+        ("ranks", {"named": lambda rank: 3 if rank == 4 else rank}),
+        ("steps", {"steps": lambda rank, t: 0.0 if rank == 5 else t}),
+        ("steps", {"steps": lambda rank, t: t / 100}),
     ],
 )
-def test_nothing_is_lost_to_a_straggler_where(why: str, records: list[Line]) -> None:
+def test_there_is_no_verdict_for_a_reason(reason: str, change: dict[str, Any]) -> None:
+    found = verdict_of(lines(late(5, 0.3), **change))
+    assert found.get(m.RUN_STRAGGLER_UNAVAILABLE) == {(reason,): 1.0}
+    assert m.RUN_STRAGGLER_RATIO not in found
+
+
+@pytest.mark.parametrize(
+    ("why", "kind", "records"),
+    [
+        ("no rank is late", "", lines(lambda rank, t: 0.4)),
+        ("a rank is hardly late", "", lines(late(5, 0.03))),
+        ("another one each interval", "imbalance", lines(lambda rank, t: 0.1 if rank == int(t / 15) % GPUS else 0.4)),
+        ("it has more tokens", "", lines(late(5, 0.3), tokens=lambda rank: 130.0 if rank == 5 else 100.0)),
+        ("it is at another place in the pipeline", "", lines(late(5, 0.3), place=lambda rank: str(rank == 5))),
+        ("all wait longer than usual", "communication", lines(lambda rank, t: 0.4 if t < 900 else 0.6)),
+    ],
+)
+def test_nothing_is_lost_to_a_straggler_where(why: str, kind: str, records: list[Line]) -> None:
     assert lost(records) == 0, why
+    shares = verdict_of(records)[m.RUN_STRAGGLER_RATIO]
+    assert {name for (name,), share in shares.items() if share > 0} == ({kind} if kind else set())
+
+
+def test_a_verdict_that_fails_costs_the_run_no_accounting(monkeypatch: pytest.MonkeyPatch) -> None:
+    records = lines(late(5, 0.3), 300.0)
+    seconds = run_of(records).buckets.seconds
+
+    def broken(*_: object) -> None:
+        raise ArithmeticError
+
+    monkeypatch.setattr(Interval, "between", broken)
+    run = run_of(records)
+    assert run.buckets.seconds == seconds
+    assert (run.stragglers.verdict, run.stragglers.reason) == (None, "groups")
+
+
+def test_a_node_that_ended_or_a_new_attempt_is_not_waited_for() -> None:
+    records = lines(late(5, 0.3), 600.0)
+    again = [line | {"t": line["t"] + 700, "attempt": "b", "started": 700.0} for line in records]
+    found = verdict_of([*records, *again])
+    assert found[m.RUN_STRAGGLER_INFO] == {("5", "h1", "world", "0-7"): 1.0}
+    ends = {"t": 600.0, "run": "r", "attempt": "a", "event": "finish", "status": "completed"}
+    assert m.RUN_STRAGGLER_RATIO not in verdict_of([*records, ends])
 
 
 def test_no_rank_is_blamed_while_one_is_not_measured_and_nothing_is_served_where_none_is() -> None:
     records = lines(late(5, 0.3))
     assert lost([line | {"waits": line["waits"][1:]} if line["source"] == "h0" else line for line in records]) == 0
-    assert lost([line for line in records if line["source"] == "h1" or line["t"] < 60]) == 0
+    found = verdict_of([line | {"waits": None} if line["source"] == "h0" else line for line in records])
+    assert found[m.RUN_STRAGGLER_UNAVAILABLE] == {("waits",): 1.0}
     assert lost([{name: value for name, value in line.items() if name != "waits"} for line in records]) is None
 
 
@@ -116,11 +199,13 @@ def test_the_counter_is_a_part_of_productive_never_falls_and_survives_being_writ
     for line in lines(lambda rank, t: 0.0 if rank == 2 else 5.0):  # more than there was
         ledger.apply(line)
         run = ledger.runs["", "r"]
-        ledger.runs["", "r"] = read_back(run)
-        assert snapshot_of(run) == snapshot_of(ledger.runs["", "r"])
-        assert before <= (run.buckets.straggler_gpu_seconds or 0.0) <= run.buckets.gpu_seconds["productive"]
-        before = run.buckets.straggler_gpu_seconds or 0.0
-    assert before > 0
+        assert snapshot_of(run) == snapshot_of(read_back(run))
+        if line["t"] in (300.0, 600.0):
+            ledger.runs["", "r"] = run = read_back(run)
+        lost = run.stragglers.gpu_seconds or 0.0
+        assert before <= lost <= run.buckets.gpu_seconds["productive"]
+        before = lost
+    assert before > 0.9 * run.buckets.gpu_seconds["productive"]
 
 
 @pytest.mark.parametrize(
@@ -131,6 +216,15 @@ def test_the_counter_is_a_part_of_productive_never_falls_and_survives_being_writ
         ([[0, "", 0, 1, 2, -3, 4]], "waits 1: wait: -3 is negative"),
         ([[0, "", 0, 1, 2, None, 4]], "waits 1: a number is missing"),
         ([[0, "", 0, 1, 2, 3, 4]] * 2, "waits: a rank is listed twice"),
+        ([[0, "", 0, 1, 2, 3, 4, {}]], "waits 1: not a list of at most 16 groups"),
+        ([[0, "", 0, 1, 2, 3, 4, [["tp", "0-3"]]]], "waits 1: a group is not [kind, ranks, wait]"),
+        (
+            [[0, "", 0, 1, 2, 3, 4, [["tp", "0-", 1.0]]]],
+            "waits 1: group: '0-' is not a rank, nor a range such as 0-3 or 1-29:4",
+        ),
+        ([[0, "", 0, 1, 2, 3, 4, [["t p", "0-3", 1.0]]]], "waits 1: group: 't p' '0-3'"),
+        ([[0, "", 0, 1, 2, 3, 4, [["tp", "0-3", -1.0]]]], "waits 1: group: wait: -1.0 is negative"),
+        ([[0, "", 0, 1, 2, 3, 4, [["tp", "0-3", None]]]], "waits 1: group: the wait is missing"),
     ],
 )
 def test_waits_that_cannot_be_are_refused(waits: object, message: str) -> None:
@@ -165,3 +259,22 @@ def test_a_node_reports_the_waits_of_its_ranks_once_all_are_measured() -> None:
     parsed = LedgerRecord.parse(record).waits
     assert parsed is not None
     assert [(wait.rank, wait.started) for wait in parsed] == [(0, START + 1), (1, START + 1)]
+
+
+def test_the_waits_of_process_groups_are_sent_to_the_ledger_and_not_served() -> None:
+    telemetry = Telemetry(ExporterSettings(host="node-7"), CollectorRegistry(), now=lambda: START + 60)
+    pushed = training(40, 5.0, START + 60, rank=3, start_unix=START + 1)
+    metrics = pushed.scope_metrics[0].metrics
+    for name in ("measured_steps", "measured_step_seconds", "collective_wait_seconds"):
+        metrics.append(counter(f"training_{name}_total", 10.0, START + 60, rank="3"))
+    for kind, ranks, wait in (("tp", "2,3", 1.25), ("dp", "1-7:2", 0.5)):
+        labels = {"rank": "3", "group": kind, "ranks": ranks}
+        metrics.append(counter("training_group_wait_seconds_total", wait, START + 60, **labels))
+    assert telemetry.receive(request(pushed)) == (0, "")
+    [(_, [record])] = telemetry.due().values()
+    parsed = LedgerRecord.parse(record).waits
+    assert parsed is not None
+    assert parsed[0].groups == (("tp", "2,3", 1.25), ("dp", "1-7:2", 0.5))
+    served = {row for row, _, _ in telemetry.ask(1.0).samples}
+    assert m.TRAINING_COLLECTIVE_WAIT_SECONDS_TOTAL in served
+    assert m.TRAINING_GROUP_WAIT_SECONDS_TOTAL not in served

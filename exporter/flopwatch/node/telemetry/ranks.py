@@ -40,6 +40,9 @@ OUTCOMES = (
     "unsupported_type"
 )
 
+# Only the verdicts need these, and a rank has many series.
+FOR_THE_LEDGER = frozenset((m.TRAINING_GROUP_WAIT_SECONDS_TOTAL.name, m.TRAINING_MEASURED_TOKENS_TOTAL.name))
+
 Record = dict[str, Any]
 
 
@@ -143,7 +146,12 @@ class Telemetry:
         """Return the samples of live ranks, and how long their processes have been blocked."""
         with self._lock:
             clock = self._clock()
-            samples = [sample for rank in self._served() for sample in (*rank.push.samples, *_blocked(rank, clock))]
+            samples = [
+                sample
+                for rank in self._served()
+                for sample in (*rank.push.samples, *_blocked(rank, clock))
+                if sample[0].name not in FOR_THE_LEDGER
+            ]
         return Reading(samples, at=self._now())
 
     def check(self) -> None:
@@ -379,7 +387,7 @@ def _blocked(rank: Rank, clock: float) -> list[Sample]:
 
 
 def _waits(pushes: list[Push]) -> list[list[object]] | None:
-    """Return rank, pipeline stage, start and totals of steps and collective wait. None unless all ranks measure it."""
+    """Return the field `waits` of a record (`flopwatch.ledger.record`). None unless all ranks measure their waits."""
     rows = (
         m.TRAINING_MEASURED_STEPS_TOTAL,
         m.TRAINING_MEASURED_STEP_SECONDS_TOTAL,
@@ -392,8 +400,12 @@ def _waits(pushes: list[Push]) -> list[list[object]] | None:
         if not all(row.name in values for row in rows):
             return None
         place = next((labels[pipeline] for row, labels, _ in push.samples if row is m.TRAINING_RANK_INFO), "")
-        tokens = values.get(m.TRAINING_TOKENS_TOTAL.name, 0.0)
+        tokens = values.get(m.TRAINING_MEASURED_TOKENS_TOTAL.name, values.get(m.TRAINING_TOKENS_TOTAL.name, 0.0))
         waits.append([push.rank, place, push.started, *(round(values[row.name], 3) for row in rows), tokens])
+        of_groups = m.TRAINING_GROUP_WAIT_SECONDS_TOTAL
+        groups = [[*labels[2:], round(value, 3)] for row, labels, value in push.samples if row is of_groups]
+        if groups:
+            waits[-1].append(groups)
     return waits or None
 
 
