@@ -95,7 +95,7 @@ INHIBITIONS = (
     Inhibition("InfinibandLinkErrors", "InfinibandErrorRate|RailImbalance", ("host", "device", "port")),
     Inhibition("FlopwatchExporterDown", "Flopwatch(Collector|ExporterBlind|Clock).*", ("host", "instance")),
     # A job that hangs is ended by its watchdog, and then it is down.
-    Inhibition("TrainingHang", f"TrainingDown|TrainingStalled|TrainingStraggler|{SLOW}|{ACCOUNTING}", ("run",)),
+    Inhibition("TrainingHang", f"TrainingDown|TrainingStalled|{SLOW}|{ACCOUNTING}", ("run",)),
     Inhibition("TrainingDown", f"TrainingRestartStorm|TrainingStalled|{SLOW}|{ACCOUNTING}", ("run",)),
     Inhibition("TrainingRestartStorm", f"TrainingStalled|{SLOW}|{ACCOUNTING}", ("run",)),
     Inhibition("TrainingStraggler", "TrainingMfuDrop", ("run",)),

@@ -50,7 +50,7 @@ RUN, HOST = "run-of-template", "host-of-template"
 RECORDS_AND_ALERTS = ".+:.+|ALERTS.*"  # names
 MAX_ERROR = 0.15
 PARTS = ("series recorded",)  # rows whose series another row counts, too
-START_TIMEOUT = 60.0  # seconds until exporter, ranks and ledger serve all families
+START_TIMEOUT = 150.0  # seconds until exporter, ranks and ledger serve all families
 
 
 # What is scraped.
@@ -122,7 +122,7 @@ def _is_complete(pages_of: PageSource) -> bool:
         return (
             len(located) == GPUS
             and all(f"\n{name}{{" in page for name in last)
-            and "\nrun_committed_steps{" in fetch(pages_of.ledger).decode()
+            and "\nrun_straggler_ratio{" in fetch(pages_of.ledger).decode()  # after three intervals of 15 s
         )
     except OSError:
         return False

@@ -191,13 +191,14 @@ ports = [
 ranks = [
     d.table(
         "Ranks",
-        "Ranks on this host. Expected: straggler scores below 10 %. If all ranks here have high scores, the host is "
-        "the cause. `Stopped or stuck` is how long a rank's process has been stopped or blocked in the kernel.",
+        "Ranks on this host. Expected: no stragglers. If all ranks here are stragglers, the host is the cause. "
+        "`Straggler` is what the run loses of each step. `Stopped or stuck` is how long a rank's process has been "
+        "stopped or blocked in the kernel.",
         [
             d.Column("Rank", f"max by (rank, run, uuid) ({m.TRAINING_RANK_INFO}{{{NODE}}})", unit=None),
             d.Column(
-                "Straggler score",
-                f"max by (rank) ({r.RANK_SCORE} and on (run, rank) {m.TRAINING_RANK_INFO}{{{NODE}}})",
+                "Straggler",
+                f"max by (rank) ({r.CONFIRMED} and on (run, rank) {m.TRAINING_RANK_INFO}{{{NODE}}})",
                 "percentunit",
                 p.LATE,
             ),
@@ -213,7 +214,7 @@ ranks = [
         ],
         key="rank",
         labels={"rank": "Rank", "run": "Run", "uuid": "GPU"},
-        sort="Straggler score",
+        sort="Straggler",
         height=9,
         links={
             "Run": [p.to_run(d.FIELD % "Run"), d.link("Stragglers", p.STRAGGLERS, run=d.FIELD % "Run")],

@@ -25,9 +25,7 @@ OF_NO_RUN = f'run="", {findings.SHIPPED}'
 RANK_INFO = f"{m.TRAINING_RANK_INFO}{{{RUN}}}"
 RANKS = f"max by (rank, host, uuid) ({RANK_INFO})"
 ROWS = 64  # of the table of ranks
-SHOWN = (
-    f"and on (rank) topk({ROWS}, max by (rank) ({r.RANK_SCORE}{{{RUN}}}) or on (rank) 0 * max by (rank) ({RANK_INFO}))"
-)
+SHOWN = f"and on (rank) bottomk({ROWS}, max by (rank) ({r.WAIT}{{{RUN}}}) or on (rank) max by (rank) ({RANK_INFO}))"
 
 
 def per_rank(gpu: str, labels: str = "") -> str:
@@ -176,18 +174,18 @@ progress = [
 
 ranks = [
     d.timeseries(
-        "Straggler score",
-        "Highest straggler score of all ranks. A rank's score is the share of each step that the others wait for it. "
-        "Expected: below 10 %. From 20 % on it is critical.",
-        d.Query(f"{r.RUN_SCORE}{{{RUN}}}", "highest score"),
+        "Lost to stragglers",
+        "Share of each step that the run waits for its late ranks. Expected: 0 %. From 10 % on it is a warning, from "
+        "20 % on critical.",
+        d.Query(f"{r.STRAGGLER_LOST}{{{RUN}}}", "lost"),
         unit="percentunit",
         thresholds=LATE,
         width=7,
     ),
     d.stat(
         "Straggler",
-        "Rank with the highest straggler score in three consecutive windows of two minutes, if its score is now 10 % "
-        "or more. Expected: none. The dashboard `Stragglers` also names a straggling host.",
+        "Late ranks, if they cost 10 % of each step or more. Expected: none. The dashboard `Stragglers` shows what "
+        "else makes ranks wait.",
         d.Query(f"{r.CONFIRMED}{{{RUN}}}", "rank {{rank}} on {{host}}", instant=True),
         name=True,
         width=3,
@@ -215,8 +213,8 @@ ranks = [
     ),
     d.table(
         "Ranks and their GPUs",
-        f"The {ROWS} ranks with the highest straggler scores now. Expected: scores below 10 %. A low clock, heat, "
-        "throttling or an Xid of the GPU explains a high score. Otherwise look at the host. `Throttled` includes "
+        f"The {ROWS} ranks that wait least now. The others wait for a late rank. Expected: no stragglers. A low clock, "
+        "heat, throttling or an Xid of its GPU explains one. Otherwise look at the host. `Throttled` includes "
         "sw_power_cap, which is normal at full load. `Xid errors` counts since the host was first monitored.",
         [
             d.Column("Info", f"{RANKS} {SHOWN}", unit=None),
@@ -224,7 +222,7 @@ ranks = [
                 d.Column(name, f"max by (rank{', gpu' if unit is None else ''}) ({expr}) {SHOWN}", unit, thresholds)
                 for name, expr, unit, thresholds in (
                     ("Index", per_rank(str(m.GPU_INFO), "gpu"), None, ()),
-                    ("Straggler score", f"{r.RANK_SCORE}{{{RUN}}}", "percentunit", LATE),
+                    ("Straggler", f"{r.CONFIRMED}{{{RUN}}}", "percentunit", LATE),
                     ("Wait share", f"{r.WAIT}{{{RUN}}}", "percentunit", ()),
                     ("MFU", f"{r.RANK_MFU}{{{RUN}}}", "percentunit", ()),
                     ("SM clock", per_rank(str(m.GPU_SM_CLOCK_HERTZ)), "hertz", ()),
@@ -237,7 +235,7 @@ ranks = [
         ],
         key="rank",
         labels={"rank": "Rank", "host": "Node", "gpu": "GPU", "uuid": "UUID"},
-        sort="Straggler score",
+        sort="Straggler",
         links={
             "Rank": [d.link("Stragglers", p.STRAGGLERS, run="$run")],
             "Node": [p.to_node(d.FIELD % "Node"), p.to_fabric(d.FIELD % "Node")],

@@ -13,16 +13,15 @@ PLACE = f"topk by (rank) (1, max by (rank, host, pp, dp, tp) ({m.TRAINING_RANK_I
 
 
 def latest(expr: str, most: int = ROWS) -> str:
-    """Return `expr`, whose series have `rank`, for the `most` ranks with the highest mean straggler score.
+    """Return `expr`, whose series have `rank`, for the `most` ranks that wait least in the time range of the dashboard.
 
-    The mean is over the time range of the dashboard. The host and the mesh coordinates of each rank are added as
-    labels.
+    The host and the mesh coordinates of each rank are added as labels.
     """
-    late = f"topk({most}, max by (rank) (avg_over_time({r.RANK_SCORE}{{{RUN}}}[$__range] @ end())))"
+    late = f"bottomk({most}, max by (rank) (avg_over_time({r.WAIT}{{{RUN}}}[$__range] @ end())))"
     return f"({expr} and on (rank) {late}) * on (rank) group_left (host, pp, dp, tp) {PLACE}"
 
 
-NOW_LATEST = f"topk({p.LINES}, max by (rank) ({r.RANK_SCORE}{{{RUN}}}))"
+NOW_LATEST = f"bottomk({p.LINES}, max by (rank) ({r.WAIT}{{{RUN}}}))"
 AMONG = f"and on (rank) {NOW_LATEST}"
 MESH = "pp {{pp}} dp {{dp}} tp {{tp}} rank {{rank}}"
 TO_NODE = [p.to_node(d.LABEL % "host")]
@@ -30,8 +29,7 @@ TO_NODE = [p.to_node(d.LABEL % "host")]
 verdict = [
     d.stat(
         "Lost to stragglers",
-        "Share of each step that the run waits for its straggler, which is one rank or one host. Expected: 0 %. A "
-        "straggler counts from 10 % on.",
+        "Share of each step that the run waits for its late ranks. Expected: 0 %. From 10 % on it is a warning.",
         d.Query(f"{r.STRAGGLER_LOST}{{{RUN}}}"),
         unit="percentunit",
         thresholds=p.LATE,
@@ -39,8 +37,7 @@ verdict = [
     ),
     d.stat(
         "Straggler",
-        "Rank with the highest straggler score in three consecutive windows of two minutes, if its score is now 10 % "
-        "or more. Expected: none. Otherwise look at its GPU and host below.",
+        "Late ranks, if they cost 10 % of each step or more. Expected: none. Otherwise look at GPU and host below.",
         d.Query(f"{r.CONFIRMED}{{{RUN}}}", "rank {{rank}} on {{host}}", instant=True),
         name=True,
         links=TO_NODE,
@@ -48,14 +45,18 @@ verdict = [
         no_data="No rank is a straggler now.",
     ),
     d.stat(
-        "Straggling host",
-        "Host whose ranks have the highest mean score in three consecutive windows of two minutes, if it is now 10 % "
-        "or more. The panel is empty while a single rank stands out. Expected: none.",
-        d.Query(f"{r.HOST_CANDIDATE}{{{RUN}}} >= {p.SETTINGS.straggler_warning:g}", "{{host}}", instant=True),
+        "Why ranks wait",
+        "What makes ranks wait. Late ranks, a host, or a link or stage of the pipeline are where to look. With "
+        "`imbalance`, ranks are late in turn. With `communication`, all wait longer than usual. Expected: nothing.",
+        d.Query(
+            f"topk(1, max by (kind) ({m.RUN_STRAGGLER_RATIO}{{{RUN}}}) > 0) or label_replace(max by (reason) "
+            f'({m.RUN_STRAGGLER_UNAVAILABLE}{{{RUN}}}), "kind", "unknown ($1)", "reason", "(.*)")',
+            "{{kind}}",
+            instant=True,
+        ),
         name=True,
-        links=TO_NODE,
         width=5,
-        no_data="No host is a straggler now.",
+        no_data="Nothing makes ranks wait longer than usual.",
     ),
     d.stat(
         "Cost of stragglers, one day",
@@ -82,48 +83,51 @@ verdict = [
 
 ranks = [
     d.heatmap(
-        "Straggler score by rank",
-        f"Share of each step that the others wait for a rank. Shows the {ROWS} ranks with the highest mean score in "
-        "the time shown, with their pipeline (pp), data (dp) and tensor (tp) coordinates. Expected: no row that "
-        "stands out for long. Rows that take turns mean unevenly divided work.",
-        d.Query(latest(f"{r.RANK_SCORE}{{{RUN}}}"), MESH),
-        unit="percentunit",
-        top=0.3,
-        links=TO_NODE,
-    ),
-    d.heatmap(
         "Wait by rank",
-        "Share of step time that the same ranks wait in collectives. Expected: rows alike. If one rank waits less "
-        "than the others, they wait for it.",
+        f"Share of step time that a rank waits in collectives. Shows the {ROWS} ranks that wait least in the time "
+        "shown, with their pipeline (pp), data (dp) and tensor (tp) coordinates. Expected: rows alike. The others wait "
+        "for the rank that waits least. Rows that take turns mean unevenly divided work.",
         d.Query(latest(f"{r.WAIT}{{{RUN}}}"), MESH),
         unit="percentunit",
         top=0.6,
         scheme="Blues",
         links=TO_NODE,
-    ),
+    )
 ]
 
 parts = [
     d.timeseries(
-        "Highest straggler score",
-        "Highest straggler score of all ranks. A rank's score is the share of each step that the others wait for it. "
-        "Expected: below 10 %. From 20 % on it is critical.",
-        d.Query(f"{r.RUN_SCORE}{{{RUN}}}", "highest score"),
+        "Lost share by reason",
+        "Share of each step that the run loses, by what makes ranks wait. Expected: 0 %. `imbalance` and "
+        "`communication` are no rank's fault.",
+        d.Query(f"max by (kind) ({m.RUN_STRAGGLER_RATIO}{{{RUN}}})", "{{kind}}"),
         unit="percentunit",
         thresholds=p.LATE,
     ),
     d.timeseries(
-        "Score by host",
-        f"Mean straggler score of a host's ranks, for the {p.LINES} hosts with the highest. Expected: no outlier. An "
-        "outlier points to the host, not to one of its GPUs.",
-        d.Query(p.most(f"{r.HOST_SCORE}{{{RUN}}}"), "{{host}}"),
+        "Step without the late ranks",
+        "Seconds that a step would take if so many of the late ranks were as fast as their peers. `0 mended` is now. "
+        "Compare the gain with the cost of a repair. Expected: empty, because no rank is late.",
+        d.Query(f"max by (mended) ({m.RUN_WHATIF_STEP_SECONDS}{{{RUN}}})", "{{mended}} mended"),
+        unit="s",
+        no_data="No rank is late, or the run has a pipeline.",
+    ),
+    d.timeseries(
+        "Wait by host",
+        f"Share of step time that a host's ranks wait, mean over its ranks, for the {p.LINES} hosts with the lowest. "
+        "Expected: no outlier. An outlier points to the host, not to one of its GPUs.",
+        d.Query(
+            f"bottomk({p.LINES}, avg by (host) ({r.WAIT}{{{RUN}}} * on (rank) group_left (host) "
+            f"topk by (rank) (1, max by (rank, host) ({m.TRAINING_RANK_INFO}{{{RUN}}}))))",
+            "{{host}}",
+        ),
         unit="percentunit",
         links=TO_NODE,
     ),
     d.timeseries(
-        "Step phases of the ranks with the highest scores",
-        "Share of the wall clock in each phase of the measured steps. Shows the eight ranks with the highest mean "
-        "score in the time shown. Expected: ranks alike. `forward` and `backward` depend on the GPU, `host_to_device` "
+        "Step phases of the ranks that wait least",
+        "Share of the wall clock in each phase of the measured steps. Shows the eight ranks that wait least in the "
+        "time shown. Expected: ranks alike. `forward` and `backward` depend on the GPU, `host_to_device` "
         "on its PCIe link, `garbage_collection` on Python.",
         d.Query(
             latest(f"sum by (rank, phase) (rate({m.TRAINING_PHASE_SECONDS_TOTAL}{{{RUN}}}{p.RATE}))", 8),
@@ -132,16 +136,16 @@ parts = [
         unit="percentunit",
     ),
     d.table(
-        "Ranks with the highest scores and their GPUs",
-        f"The {p.LINES} ranks with the highest straggler scores now. Expected: scores below 10 %. A low clock, "
-        "throttling, heat, missing PCIe lanes or an Xid explains a high score. Otherwise look at the host and its "
-        "rail. `Xids` counts since the host was first monitored.",
+        "Ranks that wait least and their GPUs",
+        f"The {p.LINES} ranks that wait least now. The others wait for a late rank. Expected: no stragglers. A "
+        "low clock, throttling, heat, missing PCIe lanes or an Xid of its GPU explains one. Otherwise look at the host "
+        "and its rail. `Xids` counts since the host was first monitored.",
         [
-            d.Column("Score", NOW_LATEST, "percentunit", p.LATE),
             d.Column(
                 "Place", f"max by (rank, host, uuid, dp, tp, pp) ({m.TRAINING_RANK_INFO}{{{RUN}}} {AMONG})", unit=None
             ),
-            d.Column("Wait", f"max by (rank) ({r.WAIT}{{{RUN}}} {AMONG})", "percentunit"),
+            d.Column("Wait", NOW_LATEST, "percentunit"),
+            d.Column("Straggler", f"max by (rank) ({r.CONFIRMED}{{{RUN}}} {AMONG})", "percentunit", p.LATE),
             *(
                 d.Column(
                     name,
@@ -166,7 +170,8 @@ parts = [
         ],
         key="rank",
         labels={"rank": "Rank", "host": "Node", "uuid": "GPU", "pp": "PP", "dp": "DP", "tp": "TP"},
-        sort="Score",
+        sort="Wait",
+        ascending=True,
         links={
             "Node": [p.to_node(d.FIELD % "Node"), p.to_fabric(d.FIELD % "Node")],
             "GPU": [p.to_gpu(d.FIELD % "Node", d.FIELD % "GPU")],

@@ -75,7 +75,7 @@ def read(prometheus: PrometheusApi, run: str) -> Summary:
         tokens_per_second=prometheus.value(f"max({recording.TOKENS}{this})"),
         steps=prometheus.value(f"max({m.TRAINING_POSITION_STEPS}{this})"),
         straggler=_straggler(prometheus, this),
-        waits_measured=bool(prometheus.query(f"{recording.RUN_SCORE}{this}")),
+        waits_measured=bool(prometheus.query(f"{recording.STRAGGLER_LOST}{this}")),
         buckets=dict(sorted(buckets.items(), key=lambda item: -item[1])),
         firing=sorted(f"{labels['alertname']} ({labels.get('severity', '')})" for labels, _ in firing),
     )

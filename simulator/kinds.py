@@ -8,19 +8,26 @@ from dataclasses import dataclass
 
 from simulator.ranks import HOSTS, PER_HOST, RANKS, WELL, CardSymptoms, Trouble
 
-# Range of the seconds at which trouble begins. A straggler's verdict needs three windows after it, a hang's needs the
+# Range of the seconds at which trouble begins. A straggler's usual wait is measured before it, a hang's needs the
 # p99 of the steps before it.
 SLOW_FROM, HANGS_FROM = (120.0, 200.0), (280.0, 360.0)
 
 
 @dataclass(frozen=True)
 class ExpectedVerdict:
-    """The rank or host that the alert must name, if any, and whether an alert must fire."""
+    """The ranks or host that the alert must name, if any, and whether an alert must fire."""
 
     rank: int | None = None
     host: int | None = None
     alerts: bool = True
     evident: bool = True  # if False, an alert without a name is right, too
+    also: int | None = None  # a second rank
+    late: Callable[[int, float], bool] | None = None  # whether a rank is late at a time, if others are in turn
+
+    @property
+    def ranks(self) -> frozenset[int]:
+        """Return the ranks that must be named."""
+        return frozenset(rank for rank in (self.rank, self.also) if rank is not None)
 
 
 Made = tuple[Trouble, ExpectedVerdict]
@@ -97,15 +104,23 @@ def _slow_host(rng: random.Random) -> Made:
 def _two(rng: random.Random) -> Made:
     share = rng.uniform(0.2, 0.5)
     shares = {rng.randrange(PER_HOST): share, PER_HOST + rng.randrange(PER_HOST): share * rng.uniform(0.95, 1.05)}
-    return Trouble(rng.uniform(*SLOW_FROM), lambda rank, step, t: shares.get(rank, 0.0)), ExpectedVerdict(alerts=False)
+    one, two = shares
+    return Trouble(rng.uniform(*SLOW_FROM), lambda rank, step, t: shares.get(rank, 0.0)), ExpectedVerdict(one, also=two)
 
 
 def _wanders(rng: random.Random) -> Made:
     share, stays = rng.uniform(0.2, 0.5), rng.uniform(30, 100)
     turn = rng.sample(range(RANKS), RANKS)
-    return Trouble(
-        rng.uniform(*SLOW_FROM), lambda rank, step, t: share if rank == turn[int(t / stays) % RANKS] else 0.0
-    ), ExpectedVerdict(alerts=False)
+    at = rng.uniform(*SLOW_FROM)
+
+    def slow(rank: int, step: int, t: float) -> float:
+        return share if rank == turn[int(t / stays) % RANKS] else 0.0
+
+    def late(rank: int, t: float) -> bool:
+        """Return whether the rank was late in the minute and a half before `t`, which a verdict is about."""
+        return any(slow(rank, 0, t - before) > 0 for before in range(91) if t - before >= at)
+
+    return Trouble(at, slow), ExpectedVerdict(late=late, evident=False)
 
 
 def _tokens(rng: random.Random) -> Made:
@@ -154,7 +169,7 @@ STRAGGLERS: tuple[TroubleKind, ...] = (
         "late_in_stage", "one rank of a pipeline whose stages are uneven", lambda rng: _late(rng, stages=_stages(rng))
     ),
     TroubleKind("two_ranks", "two ranks are equally slow, so repairing one gains nothing", _two),
-    TroubleKind("wandering", "the work is uneven, and another rank is slow every minute or so", _wanders),
+    TroubleKind("wandering", "another rank is slow every minute or so; one that is not may not be named", _wanders),
     TroubleKind("more_tokens", "one rank has more tokens", _tokens),
     TroubleKind("slow_links", "the network is slow for all ranks", _links),
     TroubleKind(

@@ -112,6 +112,7 @@ class RankTotals:
         self.seconds = dict.fromkeys(("startup", "step", "data_stall", "checkpoint_save", "evaluation", "compile"), 0.0)
         self.wait = self.measured = self.collected = self.in_steps = 0.0
         self.steps = self.measured_steps = 0
+        self.measured_tokens = 0.0
         self.counts = [0] * (len(DURATION_BOUNDS) + 1)
         self.last: float | None = None  # end of the last step, by the clock of the host
 
@@ -128,6 +129,7 @@ class RankTotals:
             if waits is not None:
                 self.wait, self.measured = self.wait + waits[rank], self.measured + end - begin
                 self.measured_steps += 1
+                self.measured_tokens += TOKENS * trouble.tokens.get(rank, 1.0)
                 self.collected += late.get(rank, 0.0) if trouble.collecting else 0.0
 
 
@@ -247,7 +249,7 @@ class SynchronousJob:
                 there = True
         return scraped
 
-    def _pushed(self, rank: int, t: float) -> float | None:
+    def pushed(self, rank: int, t: float) -> float | None:
         """Return the time of a rank's newest push at scrape time `t`, or None if the exporter does not serve it."""
         trouble = self.trouble
         if rank in trouble.gone and t >= trouble.at:
@@ -270,7 +272,7 @@ class SynchronousJob:
         found: SeriesValues = {}
         totals, at = RankTotals(), 0
         for number, t in enumerate(self.scrapes):
-            now = self._pushed(rank, t)
+            now = self.pushed(rank, t)
             if now is None:
                 continue
             while self.segments[at].end <= now:
@@ -283,6 +285,11 @@ class SynchronousJob:
                 found.setdefault((row.name + suffix, labels), [None] * len(self.scrapes))[number] = value
         return found
 
+    def stage(self, rank: int) -> str:
+        """Return the pipeline stage of a rank, empty without a pipeline."""
+        stages = len(self.trouble.stages)
+        return str(rank // (RANKS // stages)) if stages > 1 else ""
+
     def _info(self, rank: int) -> Labels:
         host, local = divmod(rank, PER_HOST)
         stages = len(self.trouble.stages)
@@ -294,7 +301,7 @@ class SynchronousJob:
             "local_rank": str(local),
             "attempt": "1",
             "dp": str(rank % (RANKS // stages)),
-            "pp": str(rank // (RANKS // stages)) if stages > 1 else "",
+            "pp": self.stage(rank),
         }
         return tuple((label, values[label]) for label in m.TRAINING_RANK_INFO.labels if values.get(label))
 

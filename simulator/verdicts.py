@@ -12,7 +12,7 @@ import re
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -20,24 +20,32 @@ from typing import Any
 
 from flopwatch.settings import SettingsError
 from simulator.kinds import SCENARIOS, ExpectedVerdict, TroubleKind
+from simulator.ledger_series import ledger_series
 from simulator.promtool import rule_test
 from simulator.ranks import INTERVAL, PER_HOST, Series, SynchronousJob, Values
 
-BATCH = 60  # jobs in one run of promtool: about 25,000 series
+BATCH = 20  # jobs in one run of promtool: more have more samples than its queries may read
 SECONDS = {"stragglers": 780.0, "hangs": 720.0}
+STRAGGLING_RANK = 'rank:training_straggler:confirmed unless on (run) run_straggler_ratio{kind="host"} > 0'
+STRAGGLING_HOST = (
+    'max by (run, host) (rank:training_straggler:confirmed) and on (run) run_straggler_ratio{kind="host"} > 0'
+)
 ALERT = {"stragglers": "TrainingStraggler", "hangs": "TrainingHang"}
-RANK = {"stragglers": "rank:training_straggler:confirmed", "hangs": "rank:training_hang:suspect"}
-HOST = {"stragglers": "host:training_straggler:candidate", "hangs": "host:training_hang:suspect"}
+RANK = {"stragglers": STRAGGLING_RANK, "hangs": "rank:training_hang:suspect"}
+HOST = {"stragglers": STRAGGLING_HOST, "hangs": "host:training_hang:suspect"}
 TEXT_AT = {"stragglers": 780, "hangs": 555}  # seconds at which the alert text is read, before a silent rank is dropped
 MIN_RIGHT = 0.95  # required share of explained jobs of a kind
 
 
 @dataclass(frozen=True)
 class AlertOutcome:
-    """Result of the alert rules for one job: whether the alert fired, and the ranks and hosts named at any time."""
+    """Result of the alert rules for one job: whether the alert fired, and the ranks and hosts named at any time.
+
+    `ranks` has the seconds after which each rank was first named.
+    """
 
     fired: bool = False
-    ranks: frozenset[int] = frozenset()
+    ranks: Mapping[int, float] = field(default_factory=dict)
     hosts: frozenset[int] = frozenset()
     after: float | None = None  # seconds until the first name
     text: str = ""  # description of the alert
@@ -128,21 +136,23 @@ def evaluate(
 
 def _score(row: KindScore, truth: ExpectedVerdict, outcome: AlertOutcome, at: float) -> None:
     """Count the outcome of a job in the score of its kind. Its trouble began at `at` seconds."""
-    right_ranks = frozenset(() if truth.rank is None else (truth.rank,))
+    right_ranks = truth.ranks
+    if truth.late is not None:
+        right_ranks = frozenset(rank for rank, named_at in outcome.ranks.items() if truth.late(rank, named_at))
     right_hosts = frozenset(() if truth.host is None else (truth.host,))
     row.names |= truth.evident and bool(right_ranks or right_hosts)
     around = (
-        right_hosts if truth.rank is None else frozenset((truth.rank // PER_HOST,))
+        frozenset(rank // PER_HOST for rank in right_ranks) or right_hosts
     )  # naming the host of the rank is not wrong
-    others = [f"rank {rank}" for rank in outcome.ranks - right_ranks] + [
+    others = [f"rank {rank}" for rank in outcome.ranks.keys() - right_ranks] + [
         f"host {host}" for host in outcome.hosts - around
     ]
     if others:
         row.wrong[", ".join(others)] += 1
-    elif outcome.fired != truth.alerts:
+    elif truth.late is None and outcome.fired != truth.alerts:
         row.silent += truth.alerts
         row.alarms += not truth.alerts
-    elif not truth.evident or (outcome.ranks == right_ranks and outcome.hosts >= right_hosts):
+    elif not truth.evident or (outcome.ranks.keys() == right_ranks and outcome.hosts >= right_hosts):
         row.right += 1
         row.explained += row.kind.text_part in outcome.text
         if outcome.after is not None:
@@ -193,11 +203,11 @@ def _evaluate(
     """Evaluate the rules over the series of all jobs, and return the outcome of each job by name."""
     length = f"{SECONDS[scenario]:.0f}s"
     firing = f'ALERTS{{alertname="{ALERT[scenario]}",alertstate="firing",severity="warning"}}'
-    rank, host = (f"({name} and on (run) {firing})" for name in (RANK[scenario], HOST[scenario]))
+    rank, host = (f"(({name}) and on (run) {firing})" for name in (RANK[scenario], HOST[scenario]))
     steps = f"[{length}:{INTERVAL:.0f}s]"
     asked = (
         f"max by (run) (max_over_time({firing}[{length}]))",
-        f"max by (run, rank) (max_over_time({rank}{steps}))",
+        f"min by (run, rank) (min_over_time(timestamp({rank}){steps}))",
         f"max by (run, host) (max_over_time({host}{steps}))",
         f"min by (run) (min_over_time(timestamp({rank} or {host}){steps}))",
     )
@@ -207,7 +217,7 @@ def _evaluate(
     series = [
         {"series": _series(name), "values": _notation(values)}
         for job in jobs
-        for name, values in job.series()
+        for name, values in (*job.series(), *(ledger_series(job) if scenario == "stragglers" else ()))
         if name[0] in read
     ]
     test = {
@@ -240,7 +250,7 @@ def _evaluate(
         outcomes[job.name] = AlertOutcome(
             any(("run", job.name) in labels for labels in fired),
             _named(ranks, job.name, "rank"),
-            _named(hosts, job.name, "host"),
+            frozenset(_named(hosts, job.name, "host")),
             after,
             texts.get(job.name, ""),
         )
@@ -253,9 +263,9 @@ Answer = dict[frozenset[tuple[str, str]], float]
 def _answers(printed: str, asked: Sequence[str]) -> Iterator[Answer]:
     """Yield the samples of each asked expression, which promtool printed as unexpected.
 
-    Raises SettingsError if promtool printed neither success nor samples.
+    Raises SettingsError if promtool printed neither success nor samples, or could not evaluate an expression.
     """
-    if "SUCCESS" not in printed and "expr:" not in printed:
+    if ("SUCCESS" not in printed and "expr:" not in printed) or ", err: " in printed:
         raise SettingsError(f"promtool: {printed.strip()[-400:]}")
     found = {}
     for expr, text in re.findall(r'expr: "(.*?)", time:.*?got:(.*?)(?=\n\s*expr:|\Z)', printed, re.DOTALL):
@@ -267,9 +277,9 @@ def _answers(printed: str, asked: Sequence[str]) -> Iterator[Answer]:
         yield found.get(expr, {})
 
 
-def _named(answer: Answer, run: str, label: str) -> frozenset[int]:
-    series = (dict(labels) for labels in answer)
-    return frozenset(int(labels[label].rpartition("-")[2]) for labels in series if labels["run"] == run)
+def _named(answer: Answer, run: str, label: str) -> dict[int, float]:
+    series = ((dict(labels), value) for labels, value in answer.items())
+    return {int(labels[label].rpartition("-")[2]): value for labels, value in series if labels["run"] == run}
 
 
 def _series(series: Series) -> str:

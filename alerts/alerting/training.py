@@ -9,17 +9,32 @@ from alerts.alert import Alert
 from alerts.fragments import each_series
 from alerts.recording.hang import SIGNS
 
+_HOST, _LINK = ('run_straggler_ratio{run=%[1]q,kind="' + kind + '"} > 0' for kind in ("host", "link"))
 _TRAINING_STRAGGLER = (
-    "{{- range printf `rank:training_straggler:candidate{run=%q}` $labels.run | query }}Rank {{ "
-    + ".Labels.rank }} of run {{ .Labels.run }}"
+    each_series(
+        f"max by (host) (run_straggler_info{{run=%[1]q}}) and on () ({_HOST})",
+        "$labels.run",
+        "All ranks of run {{ $labels.run }} on {{ .Labels.host }} slow every step. ",
+    ).lstrip("\n")
     + each_series(
-        "max by (host, uuid) (training_rank_info{run=%q,rank=%q})",
-        ".Labels.run .Labels.rank",
-        " on {{ .Labels.host }}{{ with .Labels.uuid }}"
-        + each_series("max by (gpu) (gpu_info{uuid=%q})", ".", ", GPU {{ .Labels.gpu }}")
-        + " ({{ . }}){{ end }}",
+        f"max by (ranks) (run_straggler_info{{run=%[1]q}}) and on () ({_LINK})",
+        "$labels.run",
+        "Ranks {{ .Labels.ranks }} of run {{ $labels.run }} wait for each other longer than the other pairs of the "
+        "pipeline, so the network between them is slow. ",
     )
-    + " slows every step. {{ $rank := .Labels.rank }}"
+    + "{{- range printf `max by (rank, host, group, ranks) (run_straggler_info{run=%[1]q}) unless on () "
+    + f'({_HOST} or {_LINK})` $labels.run | query | sortByLabel "rank" }}}}'
+    + "Rank {{ .Labels.rank }} of run {{ $labels.run }} on {{ .Labels.host }}"
+    + each_series(
+        'topk(1, max by (uuid) (training_rank_info{run=%q,rank=%q,uuid!=""}))',
+        "$labels.run .Labels.rank",
+        each_series("max by (gpu) (gpu_info{uuid=%q})", ".Labels.uuid", ", GPU {{ .Labels.gpu }}")
+        + " ({{ .Labels.uuid }})",
+    )
+    + " slows every step. "
+    + '{{ if ne .Labels.group "world" }}In its {{ .Labels.group }} group, ranks {{ .Labels.ranks }}, the others wait '
+    + "for it. {{ end }}"
+    + "{{ $rank := .Labels.rank }}"
     + each_series(
         'sum(rate(training_activity_seconds_total{run=%[1]q,rank=%[2]q,activity="data_stall"}[<5m>])) / '
         'sum(rate(training_activity_seconds_total{run=%[1]q,rank=%[2]q,activity=~"step|data_stall"}[<5m>])) > 0.1',
@@ -89,15 +104,21 @@ _TRAINING_STRAGGLER = (
     )
     + "{{ end }}"
     + each_series(
-        "host:training_straggler:candidate{run=%q}",
+        'min(run_whatif_step_seconds{run=%[1]q}) < max(run_whatif_step_seconds{run=%[1]q,mended="0"})',
         "$labels.run",
-        "All ranks of run {{ .Labels.run }} on {{ .Labels.host }} slow every step. ",
+        'Without this, a step would take {{ printf "%.2f" .Value }} s'
+        + each_series(
+            'max(run_whatif_step_seconds{run=%q,mended="0"})',
+            "$labels.run",
+            ' in place of {{ printf "%.2f" .Value }} s',
+        )
+        + ". ",
     )
-    + "The others wait {{ $value | humanizePercentage }} of every step for it"
+    + "The run loses {{ $value | humanizePercentage }} of every step"
     + each_series(
         "%f * max(training_world_size{run=%q})",
         "$value $labels.run",
-        ', as if {{ printf "%.1f" .Value }} of the run\'s GPUs were idle',
+        ', as if {{ printf "%.1f" .Value }} of its GPUs were idle',
     )
     + ".<owner>"
 )
@@ -175,20 +196,19 @@ _TRAINING_LOSS_NOT_FINITE = (
 )
 
 ALERTS: tuple[Alert, ...] = (
-    # The recording rules already cover three windows. `keep_firing_for` is longer than a restart and three windows, so
-    # that one straggler causes one message.
+    # The ledger is certain of a straggler before it names one. `keep_firing_for` is longer than a restart, so that one
+    # straggler causes one message.
     Alert(
         name="TrainingStraggler",
         group="training",
         severity="critical",
         identity=("run",),
         expr="""
-            (max by (run) (rank:training_straggler:candidate) or max
-                by (run) (host:training_straggler:candidate)) >= <straggler_critical>
+            max by (run) (run_straggler_ratio{kind=~"rank|host|group|link"}) >= <straggler_critical>
               and on (run)
             group by (run) (run:training_page:bool)
         """,
-        for_="1m",
+        for_="0s",
         keep_firing_for="10m",
         summary="Rank or host slows the training run",
         description=_TRAINING_STRAGGLER,
@@ -199,10 +219,9 @@ ALERTS: tuple[Alert, ...] = (
         severity="warning",
         identity=("run",),
         expr="""
-            (max by (run) (rank:training_straggler:candidate) or max
-                by (run) (host:training_straggler:candidate)) >= <straggler_warning>
+            max by (run) (run_straggler_ratio{kind=~"rank|host|group|link"}) >= <straggler_warning>
         """,
-        for_="1m",
+        for_="0s",
         keep_firing_for="10m",
         summary="Rank or host slows the training run",
         description=_TRAINING_STRAGGLER,

@@ -4,15 +4,6 @@ A rank that moved, or an exporter that restarted, leaves two series of one rank 
 before sums, and both sides of a ratio are summed over the same series before they are divided. A join takes the host
 from its "one" side, where topk leaves one series per rank or instance. An exporter serves one host, so `instance` has
 as many values as there are hosts.
-
-Scores use the lowest wait that is not below the median. This wait is exactly the upper median, and its cost is linear
-in the number of ranks. A rank keeps its score but is no candidate in two cases. It restarted within three windows,
-perhaps on another host, or its steps have over 5 % more tokens than the mean. Tokens are compared per step, because
-ranks in the same step are scraped at different times. A failed scrape is not the end of a rank, so labels are read
-from the last four scrapes.
-
-vmalert sees a recorded series one evaluation late. So a rule that tests whether a rank has the maximum of its run
-computes this maximum itself.
 """
 
 from __future__ import annotations
@@ -32,13 +23,7 @@ TOKENS = "run:training_tokens:rate5m"
 PAGES = "run:training_page:bool"
 WAIT = "rank:training_collective_wait:ratio"
 COMMUNICATION = "run:training_collective_wait:ratio"
-RANK_SCORE = "rank:training_straggler:score"
-RUN_SCORE = "run:training_straggler:score"
-CANDIDATE = "rank:training_straggler:candidate"
-EXCUSED = "rank:training_straggler:excused"
 CONFIRMED = "rank:training_straggler:confirmed"
-HOST_SCORE = "host:training_straggler:score"
-HOST_CANDIDATE = "host:training_straggler:candidate"
 STRAGGLER_LOST = "run:training_straggler_lost:ratio"
 STRAGGLER_LOST_1H = "run:training_straggler_lost:ratio_1h"
 STRAGGLER_LOST_1D = "run:training_straggler_lost:ratio_1d"
@@ -210,182 +195,19 @@ RECORDS: tuple[Record, ...] = (
     ),
     Record(
         "training",
-        RANK_SCORE,
-        """
-            sum by (run, rank) (
-              min by (run, pp) (
-                rank:training_collective_wait:ratio
-                  >= on (run, pp) group_left ()
-                quantile by (run, pp) (0.5, rank:training_collective_wait:ratio)
-              ) - on (run, pp) group_right () rank:training_collective_wait:ratio
-            )
-              and on (run)
-            (
-              count by (run) (rank:training_collective_wait:ratio)
-                ==
-              max by (run) (last_over_time(training_world_size[<4_scrapes>]))
-            )
-        """,
-        "Share of a step that a rank costs the others: the upper median of the waits at the same pipeline "
-        "coordinate, minus the rank's own wait. Absent unless every rank is measured.",
-    ),
-    Record(
-        "training",
-        RUN_SCORE,
-        "max by (run) (rank:training_straggler:score)",
-        "Highest straggler score of the run's ranks, that is, of the rank the others wait for.",
-    ),
-    Record(
-        "training",
-        EXCUSED,
-        """
-            group by (run, rank) (
-              sum by (run, rank) (resets(training_measured_steps_total[<6m>])) > 0
-                or
-              count by (run, rank) (last_over_time(training_measured_steps_total[<6m>])) > 1
-                or
-              (
-                sum by (run, rank) (rate(training_tokens_total[<2m>]))
-                  /
-                (sum by (run, rank) (rate(training_steps_total[<2m>])) > 0)
-              )
-                / on (run) group_left ()
-              (
-                avg by (run) (
-                  (
-                    sum by (run, rank) (rate(training_tokens_total[<2m>]))
-                      /
-                    (sum by (run, rank) (rate(training_steps_total[<2m>])) > 0)
-                  )
-                ) > 0
-              ) > 1.05
-            )
-        """,
-        "1 for a rank that is not a straggler even if the others wait for it: it restarted within three windows, "
-        "or its steps have more tokens than the others'.",
-    ),
-    Record(
-        "training",
-        CANDIDATE,
-        """
-            (
-              rank:training_straggler:score > 0.01
-                == on (run) group_left ()
-              max by (run) (rank:training_straggler:score)
-            )
-              and on (run, rank)
-            (
-              rank:training_straggler:score offset <2m> > 0.01
-                == on (run) group_left ()
-              max by (run) (rank:training_straggler:score offset <2m>)
-            )
-              and on (run, rank)
-            (
-              rank:training_straggler:score offset <4m> > 0.01
-                == on (run) group_left ()
-              max by (run) (rank:training_straggler:score offset <4m>)
-            )
-              unless on (run, rank)
-            rank:training_straggler:excused
-              unless on (run)
-            (
-              count by (run) (
-                rank:training_straggler:score > on (run) group_left () 0.75 * run:training_straggler:score
-              ) > 1
-            )
-        """,
-        "Straggler score of the rank that had the run's highest score, above 1 % of a step, in three windows in a "
-        "row. Absent if the highest score changed its rank, a second score is nearly as high, or the rank is "
-        "excused.",
-    ),
-    Record(
-        "verdict",
-        HOST_SCORE,
-        """
-            avg by (run, host) (
-              rank:training_straggler:score
-                * on (run, rank) group_left (host)
-              topk by (run, rank) (1,
-                max by (run, rank, host) (last_over_time(training_rank_info{host!=""}[<4_scrapes>]))
-              )
-            )
-              and on (run)
-            (count by (run) (count by (run, host) (last_over_time(training_rank_info[<4_scrapes>]))) > 1)
-        """,
-        "Mean straggler score of a run's ranks on a host. Absent for a run on a single host.",
-    ),
-    Record(
-        "verdict",
-        HOST_CANDIDATE,
-        """
-            (
-              host:training_straggler:score > 0.01
-                == on (run) group_left ()
-              max by (run) (host:training_straggler:score)
-            )
-              and on (run, host)
-            (
-              host:training_straggler:score offset <2m> > 0.01
-                == on (run) group_left ()
-              max by (run) (host:training_straggler:score offset <2m>)
-            )
-              and on (run, host)
-            (
-              host:training_straggler:score offset <4m> > 0.01
-                == on (run) group_left ()
-              max by (run) (host:training_straggler:score offset <4m>)
-            )
-              unless on (run, host)
-            (
-              rank:training_straggler:excused
-                * on (run, rank) group_left (host)
-              topk by (run, rank) (1,
-                max by (run, rank, host) (last_over_time(training_rank_info{host!=""}[<4_scrapes>]))
-              )
-            )
-              unless on (run)
-            (
-              count by (run) (
-                host:training_straggler:score
-                  > on (run) group_left ()
-                0.75 * max by (run) (host:training_straggler:score)
-              ) > 1
-            )
-              unless on (run)
-            rank:training_straggler:candidate
-        """,
-        "Straggler score of the host that had the run's highest score, above 1 % of a step, in three windows in a "
-        "row. Absent if the highest score changed its host, a second score is nearly as high, a rank of the host "
-        "is excused, or a single rank is the candidate.",
+        STRAGGLER_LOST,
+        'max by (run) (run_straggler_ratio{kind=~"rank|host|group|link"})',
+        "Share of each step lost to a straggler, 0 without one. Absent if waits are not measured.",
     ),
     Record(
         "training",
         CONFIRMED,
         """
-            (rank:training_straggler:candidate >= <straggler_warning>)
-              * on (run, rank) group_left (host, uuid)
-            topk by (run, rank) (1,
-              max by (run, rank, host, uuid) (
-                training_rank_info and on (run, rank) rank:training_straggler:candidate
-              )
-            )
-              or on (run, rank)
-            (rank:training_straggler:candidate >= <straggler_warning>)
+            max by (run, rank, host, group, ranks) (run_straggler_info)
+              * on (run) group_left ()
+            (max by (run) (run_straggler_ratio{kind=~"rank|host|group|link"}) >= <straggler_warning>)
         """,
-        "Straggler score of a candidate rank that costs at least 10 % of a step, with its host and GPU where they "
-        "are known.",
-    ),
-    Record(
-        "training",
-        STRAGGLER_LOST,
-        """
-            max by (run) (rank:training_straggler:candidate >= <straggler_warning>)
-              or
-            max by (run) (host:training_straggler:candidate >= <straggler_warning>)
-              or
-            0 * run:training_straggler:score
-        """,
-        "Share of each step lost to a straggler, 0 without one. Absent if waits are not measured.",
+        "Share of each step that the run loses to its late ranks, by rank, if it is at least 10 %.",
     ),
     # Of the same hour as run:run_effective_mfu:ratio_1h. Both then differ by the time outside steps and repeated steps.
     Record(

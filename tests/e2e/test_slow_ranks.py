@@ -67,7 +67,7 @@ def test_a_slow_rank_is_named_and_notified_and_no_rank_without_a_slowdown(
             time.sleep(0.5)
         took[what] = time.monotonic() - began
 
-    lasts = f'count_over_time({recording.RUN_SCORE}{{run="{RUN}"}}[1h])'
+    lasts = f'count_over_time({recording.STRAGGLER_LOST}{{run="{RUN}"}}[1h])'
     wait("measured for two verdicts", until=lambda: (stack.prometheus.value(lasts) or 0) > 2 * WINDOWS)
     assert named(stack, 3600) == set()
     assert stack.receiver.of("slack") == []

@@ -232,7 +232,7 @@ def test_a_server_that_is_not_a_prometheus_is_an_error() -> None:
 
 def test_the_records_it_reads_are_made() -> None:
     made = {record.name for record in records(AlertSettings())}
-    assert {queries.RUN_MFU, queries.RUN_SCORE, queries.CANDIDATE, queries.WAIT} <= made
+    assert {queries.RUN_MFU, queries.LOST, queries.STRAGGLER, queries.WAIT} <= made
 
 
 # What it writes.

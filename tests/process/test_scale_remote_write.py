@@ -30,7 +30,7 @@ RECORDS = '{__name__=~".+:.+"}'
 # The last record appears once the windows of others are full.
 WANTED = (
     "run:training_mfu:ratio_rate5m",
-    "rank:training_straggler:score",
+    "rank:training_mfu:ratio_rate5m",
     "run:run_goodput:ratio",
     "rail:infiniband_transmit_bytes:rate5m",
     "fleet:gpu_present:count",
@@ -84,6 +84,6 @@ def test_victoria_metrics_has_the_records_with_the_values_that_prometheus_has_an
                 # hundredth more is for the rounding of the two floats.
                 assert value == pytest.approx(own_values[at], rel=1.01e-12, abs=1e-12), labels
                 compared += 1
-    ranks = [labels for labels in there if "rank:training_straggler:score" in labels]
+    ranks = [labels for labels in there if "rank:training_mfu:ratio_rate5m" in labels]
     assert len(ranks) == NODES * 8
     assert compared >= 0.9 * sum(map(len, there.values())) > 500

@@ -116,7 +116,7 @@ def test_as_many_series_are_recorded_of_each_thing_as_the_calculator_counts(meas
     for name, count in measured.by_record.items():
         unit = "gpu" if name == "port:infiniband_rail:info" else name.partition(":")[0]
         unit = "whole" if name.startswith("ALERTS") else units.get(unit, unit)
-        if name != training.EXCUSED and name not in LATE:  # ranks are excused while they are new
+        if name not in LATE:
             found[every.get(name, 15), unit] += count
     for name, unit in LATE.items():
         found[every[name], unit] += many[unit]

@@ -37,7 +37,7 @@ LEVELS = {
     "instance": {"instance", "host", "run"},
     "port": {"instance", "device", "port", "rail", "run"},
     "rail": {"run", "rail"},
-    "rank": {"run", "rank", "host", "uuid", "pp", "sign"},
+    "rank": {"run", "rank", "host", "uuid", "pp", "sign", "group", "ranks"},
     "run": {"tenant", "run", "bucket"},
 }
 EVERY_ALERT = for_each(ALERTS, lambda alert: f"{alert.name}-{alert.severity}")

@@ -38,7 +38,6 @@ def test_the_records_of_a_healthy_cluster_are_as_many_as_its_ranks_hosts_ports_a
     wanted = {
         "rank:training_mfu:ratio_rate5m": ranks,
         "rank:training_collective_wait:ratio": ranks,
-        "rank:training_straggler:score": ranks,
         "host:training_mfu:ratio_rate5m": NODES,
         "port:infiniband_was_active:bool": NODES * PORTS,
         "port:infiniband_rail:info": ranks,

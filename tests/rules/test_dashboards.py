@@ -313,8 +313,8 @@ MOVING = """
   training_rank_info{run="lm",rank="0",host="n1",uuid="A",attempt="2"}            1x4
   training_rank_info{run="lm",rank="1",host="n1",uuid="A",attempt="2"}            1x4
   training_rank_info{run="lm",rank="1",host="n2",uuid="B",attempt="1"}            1x4
-  rank:training_straggler:score{run="lm",rank="0"}                                0x4
-  rank:training_straggler:score{run="lm",rank="1"}                                0.3x4
+  rank:training_collective_wait:ratio{run="lm",rank="0"}                          0.3x4
+  rank:training_collective_wait:ratio{run="lm",rank="1"}                          0x4
   rank:training_straggler:confirmed{run="lm",rank="1",host="n1"}                  0.3x4
   gpu_info{gpu="0",uuid="A",host="n1",instance="old"}                             1x4
   gpu_info{gpu="0",uuid="A",host="n1",instance="new"}                             1x4

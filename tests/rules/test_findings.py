@@ -42,7 +42,7 @@ DEFINITION = "ALERTS{"
 SHARED = ("GpuDriverNotLoaded", "NvswitchSxid")
 # Panels whose text for no result denies an alert. One of them has a result while the alert fires.
 DENIED: dict[str, list[tuple[str, str]]] = {
-    "TrainingStraggler": [("stragglers", "Straggler"), ("stragglers", "Straggling host")],
+    "TrainingStraggler": [("stragglers", "Straggler"), ("stragglers", "Why ranks wait")],
     "GpuThermalThrottling": [("gpus", "Most throttled GPUs")],
     "GpuPowerThrottling": [("gpus", "Most throttled GPUs")],
     "GpuIdleAllocated": [("gpus", "Allocated but unused GPUs")],

@@ -104,8 +104,7 @@ def test_ten_kinds_of_each_have_a_rank_or_host_to_be_named() -> None:
 @pytest.mark.parametrize(
     ("scenario", "kind", "old", "new"),
     [
-        ("stragglers", "two_ranks", "> on (run) group_left () 0.75 *", "> on (run) group_left () 2 *"),
-        ("stragglers", "more_tokens", "rank:training_straggler:excused\n    expr: |-\n", "other:a:b\n    expr: |-\n"),
+        ("stragglers", "slow_links", '|host|group|link"}', '|host|group|link|communication"}'),
         ("hangs", "halves", "+ 0.2) > 0.5", "+ 0.2) > 0.05"),
     ],
     ids=lambda text: text if text.isidentifier() else "",

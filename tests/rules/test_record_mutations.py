@@ -31,7 +31,6 @@ BROKEN = [
     (recording.HOST, "topk by (instance) (1,", "max by (instance, host) ("),
     (recording.HOST, "or on (instance)\ncount by (instance, host) (last_over_time(training_rank_info[5m]))", ""),
     (PORT_RAIL, "max by (instance, device, port, rail) (", "("),
-    (recording.CONFIRMED, "topk by (run, rank) (1, max by (run, rank, host, uuid) (", "((("),
     (recording.HOST_ENDS, "topk by (instance) (1, last_over_time(", "((last_over_time("),
     # A rank that moved, and an exporter under another address, leave two series.
     (recording.RANK_MFU, "sum by (run, rank) (rate(training_model", "max by (run, rank) (rate(training_model"),
@@ -99,10 +98,9 @@ BROKEN = [
         "or run:run_productive_gpu_seconds:sum",
     ),
     (recording.FLEET_MTTF, "<= time() - 2592000", "> time() - 2592000"),
-    # A run without a failure has no time to failure, one without a straggler lost nothing.
+    # A run without a failure has no time to failure.
     (recording.FLEET_MTTF, "> 0", ">= 0"),
     (recording.MTTF, "> 0", ">= 0"),
-    (recording.STRAGGLER_LOST, "0 * run:training_straggler:score", "0 * (run:training_straggler:score > 1)"),
     # A sign that most ranks show points at no rank, and signs that contradict each other name no rank.
     (recording.SUSPECT_HOST, "0.5 * (max by (run) (training_world_size)", "1 * (max by (run) (training_world_size)"),
     (recording.SUSPECT_RANK, "/ on (run, sign) group_left ()", "* on (run, sign) group_left ()"),
@@ -173,25 +171,12 @@ BROKEN = [
         "last_over_time(training_measured_steps_total[1m])",
         "last_over_time(training_measured_steps_total[2m])",
     ),
-    (recording.RANK_SCORE, "last_over_time(training_world_size[1m])", "training_world_size"),
-    (recording.HOST_SCORE, 'last_over_time(training_rank_info{host!=""}[1m])', 'training_rank_info{host!=""}'),
-    # Ranks that wait as long as each other.
-    (recording.CANDIDATE, "rank:training_straggler:score > 0.01", "rank:training_straggler:score"),
-    (recording.CANDIDATE, "rank:training_straggler:score offset 4m > 0.01", "rank:training_straggler:score offset 4m"),
-    (
-        recording.HOST_CANDIDATE,
-        "host:training_straggler:score offset 4m > 0.01",
-        "host:training_straggler:score offset 4m",
-    ),
-    # Two that are as late, stages of a pipeline, and a host whose ranks have more to do.
-    (recording.CANDIDATE, "unless on (run) (count by (run)", "and on (run) (count by (run)"),
-    (recording.CANDIDATE, "0.75 *", "0.85 *"),
-    (recording.CANDIDATE, "0.75 *", "0.7 *"),
-    (recording.RANK_SCORE, "quantile by (run, pp)", "quantile by (run)"),
-    (recording.HOST_CANDIDATE, f"({recording.EXCUSED} *", f"({recording.CANDIDATE} *"),
-    (recording.HOST_CANDIDATE, f"unless on (run) {recording.CANDIDATE}", ""),
-    (recording.HOST_SCORE, "> 1)", "> 0)"),
-    (recording.STRAGGLER_LOST, f"max by (run) ({recording.HOST_CANDIDATE} >= 0.1) or", ""),
+    # What is no straggler, one that costs little, and two ledgers.
+    (recording.STRAGGLER_LOST, '{kind=~"rank|host|group|link"}', ""),
+    (recording.STRAGGLER_LOST, "|host", ""),
+    (recording.CONFIRMED, '{kind=~"rank|host|group|link"}', ""),
+    (recording.CONFIRMED, ">= 0.1", ">= 0"),
+    (recording.CONFIRMED, "max by (run, rank, host, group, ranks) (run_straggler_info)", "run_straggler_info"),
     # Applications make Xids, too; ends of runs without a sign have no owner; a storm of one error is one.
     (recording.LEMON, '{severity=~"critical|fatal"}', ""),
     (recording.HOST_ENDS, "and on (host)", "unless on (host)"),

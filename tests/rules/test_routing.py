@@ -30,8 +30,8 @@ ALERTS = alerts(SETTINGS)
 EVERY = (*INHIBITIONS, LEDGERS)
 # An alert on an incident is identified by these labels and by no others.
 SILENT = {"Maintenance", "RunOnFaultyHost", "HostOnFaultyLeaf"}
-# Seconds of evidence that these need before they are pending: a minute or half an hour without a step, three windows.
-SEEN_AFTER = {"TrainingHang": 60, "TrainingStalled": 1800, "TrainingStraggler": 3 * 120}
+# Seconds of evidence that these need before they are pending: a minute or half an hour without a step, three intervals.
+SEEN_AFTER = {"TrainingHang": 60, "TrainingStalled": 1800, "TrainingStraggler": 3 * 15}
 
 
 def seconds(text: str) -> float:
@@ -403,7 +403,6 @@ INCIDENTS: dict[str, tuple[list[dict[str, str]], list[dict[str, str]], str | Non
             alert("TrainingDown", tenant="t", run="hangs"),
             alert("TrainingRestartStorm", tenant="t", run="hangs"),
             alert("TrainingMfuDrop", run="hangs"),
-            alert("TrainingStraggler", run="hangs"),
         ],
         "TrainingHang: TrainingHang critical hangs",
     ),

@@ -115,9 +115,9 @@ def whole_world(base: float) -> World:
                 reason = {"run": "r", "rank": "7", "reason": "cuda_graph"}
                 world.add(m.TRAINING_COLLECTIVE_WAIT_UNAVAILABLE.name, reason, 1, at)
         world.add(queries.RUN_MFU, {"run": "r"}, 0.4, at)
-        world.add(queries.RUN_SCORE, {"run": "r"}, 0.2, at)
+        world.add(queries.LOST, {"run": "r"}, 0.2, at)
         if step % 4 == 0:
-            world.add(queries.CANDIDATE, {"run": "r", "rank": "5"}, 0.2, at)
+            world.add(queries.STRAGGLER, {"run": "r", "rank": "5"}, 0.2, at)
         for node in range(3):
             port = {"device": "mlx5_0", "port": "1", "instance": f"10.0.0.{node}:9450"}
             world.add(m.INFINIBAND_SYMBOL_ERRORS_TOTAL.name, port, node * step, at)

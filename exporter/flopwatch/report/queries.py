@@ -10,8 +10,8 @@ from flopwatch.settings import SettingsError
 
 # Recorded by alerts/recording; a test compares the names.
 RUN_MFU = "run:training_mfu:ratio_rate5m"
-RUN_SCORE = "run:training_straggler:score"
-CANDIDATE = "rank:training_straggler:candidate"
+LOST = "run:training_straggler_lost:ratio"
+STRAGGLER = "rank:training_straggler:confirmed"
 WAIT = "rank:training_collective_wait:ratio"
 
 MAX_OUTLIERS = 10  # ranks, hosts or links in a report
@@ -150,11 +150,11 @@ class RunQueries:
     def ranks(self) -> list[Outlier]:
         """Return the ranks that were the straggler most often, at most MAX_OUTLIERS."""
         span = f"{self.training}[{self._window}]"
-        late = self._now(f"topk({MAX_OUTLIERS}, max by (rank) (count_over_time({CANDIDATE}{span})))")
-        all_points = self._value(f"max(count_over_time({RUN_SCORE}{span}))")
+        late = self._now(f"topk({MAX_OUTLIERS}, max by (rank) (count_over_time({STRAGGLER}{span})))")
+        all_points = self._value(f"max(count_over_time({LOST}{span}))")
         if not all_points:
             return []
-        cost = self._values("rank", f"max by (rank) (avg_over_time({CANDIDATE}{span}))")
+        cost = self._values("rank", f"max by (rank) (avg_over_time({STRAGGLER}{span}))")
         places, outliers = self._places(), []
         for series in sorted(late, key=lambda one: -one.points[0][1]):
             rank, share = series.labels["rank"], series.points[0][1] / all_points

@@ -13,8 +13,8 @@ from flopwatch import catalogue as m
 
 Series = list[tuple[Labels, float]]
 SCORES: Mapping[str, Series] = {
-    recording.RUN_SCORE: [({}, 0.3)],
-    recording.RANK_SCORE: [({"rank": "3"}, 0.3)],
+    recording.STRAGGLER_LOST: [({}, 0.3)],
+    recording.WAIT: [({"rank": "3"}, 0.1)],
     m.TRAINING_RANK_INFO.name: [({"rank": "3", "host": "node-7", "uuid": "GPU-a"}, 1.0)],
     m.GPU_INFO.name: [({"gpu": "5"}, 1.0)],
 }
@@ -38,7 +38,7 @@ class Prometheus(PrometheusApi):
         ({recording.CONFIRMED: [({"rank": "3"}, 0.3)]}, ("Straggler", "3 (30.0 %)", "on node-7, GPU 5 (GPU-a)")),
     ],
 )
-def test_a_rank_with_the_highest_score_is_named_once_it_is_confirmed(
+def test_a_rank_that_waits_least_is_named_once_it_is_confirmed(
     confirmed: Mapping[str, Series], row: tuple[str, str, str]
 ) -> None:
     found = summary.read(Prometheus({**SCORES, **confirmed}), "lm")
