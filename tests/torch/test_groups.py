@@ -1,4 +1,4 @@
-"""Kinds of process groups, by what the job says of them."""
+"""Kinds of process groups, by their names, descriptions and sizes."""
 
 from __future__ import annotations
 
