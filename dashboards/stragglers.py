@@ -134,6 +134,7 @@ parts = [
             "rank {{rank}} {{phase}}",
         ),
         unit="percentunit",
+        width=d.COLUMNS,
     ),
     d.table(
         "Ranks that wait least and their GPUs",
