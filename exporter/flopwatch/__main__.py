@@ -12,7 +12,7 @@ from flopwatch.settings import SettingsError
 
 # Modules of flopwatch.commands, in the order of --help.
 COMMANDS: tuple[str, ...] = ("exporter", "doctor", "ledger", "maintenance", "metrics", "check", "run", "report")
-COMMANDS += ("size", "boards", "flops", "peak", "stacks", "simulate", "capture", "kmsg")
+COMMANDS += ("size", "boards", "flops", "peak", "whatif", "stacks", "simulate", "capture", "kmsg")
 UNKNOWN = 3  # exit status of `check` if it cannot tell: https://nagios-plugins.org/doc/guidelines.html
 
 

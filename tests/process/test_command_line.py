@@ -95,6 +95,7 @@ def test_a_command_of_the_checkout_names_what_an_installed_package_lacks(
         ["ledger", "replay", str(ROOT / "tests" / "captures" / "histories" / "crash_and_move.jsonl")],
         ["simulate", "--gpus", "16", "--days", "0.1"],
         ["stacks", "--help"],
+        ["whatif", "--help"],
         ["run", "--help"],
     ],
 )

@@ -168,7 +168,10 @@ BLOCKS: dict[str, dict[str, Ran | Elsewhere | Needs]] = {
         "python -m demo.rehearsal leaf_failure --pages 1\npython": Elsewhere("tests/rules/test_incidents.py"),
         "python -m demo.rehearsal leaf_failure --pages 1": Elsewhere("tests/rules/test_incidents.py"),
     },
-    "stragglers.md": {"flopwatch stacks 4711": Elsewhere("tests/torch/test_collectives.py")},
+    "stragglers.md": {
+        "flopwatch whatif": Ran("slowdown 1\\.973(.|\n)*replica 0, stage 0 +1\\.979(.|\n)*1 mended +23\\.446 s"),
+        "flopwatch stacks 4711": Elsewhere("tests/torch/test_collectives.py"),
+    },
     "tls.md": {
         "flopwatch ledger serve": Elsewhere("tests/process/test_tls.py"),
         "flopwatch exporter --otlp-listen": Elsewhere("tests/process/test_tls.py"),

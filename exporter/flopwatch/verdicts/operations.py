@@ -76,7 +76,7 @@ def read(path: Path) -> list[Row]:
         import pyarrow
         from pyarrow import parquet
     except ImportError as error:
-        raise TraceError("reading a trace needs pyarrow; run: pip install pyarrow") from error
+        raise TraceError("reading a trace needs pyarrow: pip install 'flopwatch[whatif]'") from error
     try:
         columns = parquet.read_table(path, columns=list(COLUMNS.values())).to_pydict()
     except (OSError, pyarrow.ArrowException) as error:
