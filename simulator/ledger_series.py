@@ -11,7 +11,7 @@ from typing import Any
 
 from flopwatch import catalogue as m
 from flopwatch.ledger.ledger import Ledger
-from flopwatch.node.telemetry.ledger_client import URL_INTERVAL
+from flopwatch.node.telemetry.ledger_client import SPREAD, URL_INTERVAL
 from simulator.ranks import HOSTS, PER_HOST, RankTotals, Series, SynchronousJob, Values
 
 STRAGGLERS = (m.RUN_STRAGGLER_RATIO, m.RUN_STRAGGLER_INFO, m.RUN_STRAGGLER_UNAVAILABLE, m.RUN_WHATIF_STEP_SECONDS)
@@ -46,7 +46,7 @@ def _records(job: SynchronousJob) -> Iterator[dict[str, Any]]:
         t = rng.uniform(0, URL_INTERVAL)
         while t <= job.seconds:
             due.append((t, host))
-            t += rng.uniform(0.5, 1.5) * URL_INTERVAL
+            t += rng.uniform(*SPREAD) * URL_INTERVAL
     totals = [RankTotals() for _ in range(HOSTS * PER_HOST)]
     reached = [0] * len(totals)
     for t, host in sorted(due):

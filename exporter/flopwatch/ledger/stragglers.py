@@ -1,7 +1,7 @@
 """Stragglers of a run: the verdict on its ranks' waits (`flopwatch.verdicts`), and the GPU time that late ranks cost.
 
 Waits are cumulative. Each time that all live nodes have reported since the last time, their differences are an interval
-of the run, at least 15 s long, and the last intervals are judged. Nothing of this is saved: after a restart of the
+of the run, at least 12 s long, and the last intervals are judged. Nothing of this is saved: after a restart of the
 ledger a verdict takes as long as at the start of the run. docs/stragglers.md has the rules.
 """
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # numpy takes memory that an exporter without runs need not h
 
 log = logging.getLogger(__name__)
 
-INTERVAL = 15.0  # seconds between two judgements at least
+INTERVAL = 12.0  # seconds between two judgements at least: hosts send a record in about 15 s
 MAX_INTERVAL = 300.0  # seconds in which each rank must have a measured step
 CHECK_EVERY = 5.0  # seconds between two looks for nodes that have not reported
 HISTORY = 20  # intervals that are judged

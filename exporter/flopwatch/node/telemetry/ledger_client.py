@@ -30,6 +30,9 @@ log = logging.getLogger(__name__)
 
 TICK = 1.0  # seconds between two records of an attempt for an embedded ledger
 URL_INTERVAL = 15.0  # the same for a remote ledger, on the mean: it serves thousands of hosts
+# Range of the factor on that. The first request is at a random time, and regular ones let the ledger judge all hosts of
+# a run in intervals of about the same length.
+SPREAD = (0.9, 1.1)
 URL_BACKOFF_MAX = 60.0
 URL_TIMEOUT = 5.0
 STOP_TIMEOUT = 0.5
@@ -157,7 +160,7 @@ class Remote:
         for run, keys in runs.items():
             if last or self._next.get(run, clock) <= clock:
                 failed = failed or not self._send(keys, STOP_TIMEOUT if last else URL_TIMEOUT)
-                self._next[run] = clock + random.uniform(0.5, 1.5) * self._interval
+                self._next[run] = clock + random.uniform(*SPREAD) * self._interval
             if failed:
                 for key in self.pending.keys() & keys:
                     self._write(key)
