@@ -42,6 +42,8 @@ def run_table(record: Mapping[str, Any]) -> str:
         text += f"\n  mean time to recovery: {_duration(mean)}, of {summary['recoveries']}"
     if summary["conflict"]:
         text += "\n  conflict: two attempts report under this name; the one that started later is accounted for"
+    if record.get("straggler") is not None:
+        text += f"\n  {_straggler(record['straggler'])}"
     parts = [text]
     if record["attempts"]:
         parts.append(_attempts_table(record))
@@ -52,6 +54,22 @@ def run_table(record: Mapping[str, Any]) -> str:
     if losses:
         parts.append("\n".join(losses))
     return "\n\n".join(parts)
+
+
+def _straggler(verdict: Mapping[str, Any]) -> str:
+    """Return in words which ranks are late, or why that is unknown."""
+    if verdict["kind"] is None:
+        return f"late ranks: unknown, {printable(verdict['why'])}"
+    if verdict["kind"] == "none":
+        return "late ranks: none"
+    share = f"{verdict['share']:.1%} of each step"
+    if not verdict["ranks"]:
+        return f"late ranks: none; {verdict['kind']} takes {share}"
+    shown = [
+        f"rank {one['rank']} on {printable(one['host'])} ({one['group']} group, ranks {one['ranks']})"
+        for one in verdict["ranks"][:_MAX_SHOWN]
+    ]
+    return f"late ranks ({verdict['kind']}, {share}): {', '.join(shown)}"
 
 
 def _attempts_table(record: Mapping[str, Any]) -> str:

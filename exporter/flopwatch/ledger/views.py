@@ -116,4 +116,23 @@ def figures(run: RunLedger, now: float) -> dict[str, Any]:
     record = {"tenant": run.tenant, "run": run.name, "generation": run.generation, "at": now}
     record |= {"submitted": run.submitted, "start": run.start, "frontier": run.buckets.frontier}
     record |= {"buckets": totals.pop("buckets"), "gpu_seconds": totals.pop("gpu_seconds"), "summary": totals}
-    return record | {"attempts": attempts, "attempts_left_out": run.left_out, "incidents": list(incidents.values())}
+    record |= {"attempts": attempts, "attempts_left_out": run.left_out, "incidents": list(incidents.values())}
+    return record | {"straggler": _straggler(run.stragglers) if run.state(now) == "running" else None}
+
+
+def _straggler(stragglers: Stragglers) -> dict[str, Any]:
+    """Return the verdict on a run's waits as a JSON object. `kind` is None without one, and `why` has the reason."""
+    verdict = stragglers.verdict
+    if verdict is None or stragglers.reason:
+        return {"kind": None, "share": None, "ranks": [], "why": stragglers.why}
+    ranks = [
+        {
+            "rank": one.rank,
+            "host": stragglers.hosts.get(one.rank, ""),
+            "group": one.communicator.kind,
+            "ranks": ranks_text(one.communicator.ranks) or "",
+            "share": one.share,
+        }
+        for one in verdict.suspects
+    ]
+    return {"kind": verdict.kind, "share": verdict.share, "ranks": ranks, "why": verdict.why}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from flopwatch.ledger import views
 from flopwatch.ledger.ledger import Ledger
 from flopwatch.ledger.record import LedgerRecord, RecordError
 from flopwatch.ledger.run import RunLedger
+from flopwatch.ledger.tables import run_table
 from flopwatch.node.telemetry.ranks import Telemetry
 from flopwatch.settings import ExporterSettings
 from flopwatch.verdicts.waits import Interval
@@ -175,6 +177,31 @@ def test_a_verdict_that_fails_costs_the_run_no_accounting(monkeypatch: pytest.Mo
     run = run_of(records)
     assert run.buckets.seconds == seconds
     assert (run.stragglers.verdict, run.stragglers.reason) == (None, "groups")
+
+
+@pytest.mark.parametrize(
+    ("shares", "change", "line"),
+    [
+        (late(5, 0.3), {}, "late ranks (rank, 30.0% of each step): rank 5 on h1 (world group, ranks 0-7)"),
+        (lambda rank, t: 0.4, {}, "late ranks: none"),
+        (
+            lambda rank, t: 0.1 if rank == int(t / 15) % GPUS else 0.4,
+            {},
+            r"late ranks: none; imbalance takes \d+\.\d% of each step",
+        ),
+        (
+            late(5, 0.3),
+            {"groups": lambda rank, waited, t: [["dp", "0-8", waited]]},
+            "late ranks: unknown, the dp group of ranks 0-8 has more ranks than the run",
+        ),
+    ],
+)
+def test_the_page_of_a_run_has_the_verdict_in_words(shares: Shares, change: dict[str, Any], line: str) -> None:
+    run = run_of(lines(shares, **change))
+    table = run_table(views.figures(run, run.reporters.last)).splitlines()
+    assert re.fullmatch(
+        line.replace("(", r"\(").replace(")", r"\)"), next(one for one in table if "late ranks" in one)[2:]
+    )
 
 
 def test_a_node_that_ended_or_a_new_attempt_is_not_waited_for() -> None:
