@@ -135,6 +135,13 @@ _TRAINING_HANG = (
         for sign, text in SIGNS.items()
     )
     + each_series(
+        "max by (rank, host, group, ranks) (run_hang_info{run=%q})",
+        "$labels.run",
+        " The ledger names rank {{ .Labels.rank }} on {{ .Labels.host }}"
+        "{{ with .Labels.group }}, missing in its {{ . }} group{{ end }}"
+        "{{ with .Labels.ranks }}, ranks {{ . }}{{ end }}.",
+    )
+    + each_series(
         "100 * rank:training_hang:suspect{run=%[1]q}",
         "$labels.run",
         each_series(
@@ -197,7 +204,7 @@ _TRAINING_LOSS_NOT_FINITE = (
 
 ALERTS: tuple[Alert, ...] = (
     # The ledger is certain of a straggler before it names one. `keep_firing_for` is longer than a restart, so that one
-    # straggler causes one message.
+    # straggler causes one message. `for` lets RunOnFaultyHost fire first.
     Alert(
         name="TrainingStraggler",
         group="training",
@@ -208,7 +215,7 @@ ALERTS: tuple[Alert, ...] = (
               and on (run)
             group by (run) (run:training_page:bool)
         """,
-        for_="0s",
+        for_="30s",
         keep_firing_for="10m",
         summary="Rank or host slows the training run",
         description=_TRAINING_STRAGGLER,
@@ -221,7 +228,7 @@ ALERTS: tuple[Alert, ...] = (
         expr="""
             max by (run) (run_straggler_ratio{kind=~"rank|host|group|link"}) >= <straggler_warning>
         """,
-        for_="0s",
+        for_="30s",
         keep_firing_for="10m",
         summary="Rank or host slows the training run",
         description=_TRAINING_STRAGGLER,

@@ -31,7 +31,7 @@ EVERY = (*INHIBITIONS, LEDGERS)
 # An alert on an incident is identified by these labels and by no others.
 SILENT = {"Maintenance", "RunOnFaultyHost", "HostOnFaultyLeaf"}
 # Seconds of evidence that these need before they are pending: a minute or half an hour without a step, three intervals.
-SEEN_AFTER = {"TrainingHang": 60, "TrainingStalled": 1800, "TrainingStraggler": 3 * 15}
+SEEN_AFTER = {"TrainingHang": 60, "TrainingStalled": 1800, "TrainingStraggler": 3 * 12}
 
 
 def seconds(text: str) -> float:

@@ -84,6 +84,10 @@ TRAINING_COLLECTIVE_SEQUENCE_NUMBER = gauge("training_collective_sequence_number
     "Sequence number of the last collective this rank started in the default process group. In a hang, the other ranks "
     "wait for the rank with the lowest number. Absent if the backend of the group has no such numbers.", RANK,
     "torch.distributed's default process group")
+TRAINING_GROUP_SEQUENCE_NUMBER = gauge("training_group_sequence_number",
+    "Sequence number of the last collective this rank started in a process group other than the default one, by the "
+    "group's kind and ranks. Sent to the ledger, not served.", (*RANK, "group", "ranks"),
+    "torch.distributed's process groups")
 TRAINING_STUCK_FRAME_INFO = info("training_stuck_frame_info",
     "Line of the job's own code at which this rank's training loop is stuck. Absent unless its current step is "
     "unusually long.", (*RANK, "at"), "Python's frames, in the thread that pushes")

@@ -4,6 +4,7 @@
      "activity_seconds": {activity: seconds}, "open_step_seconds", "step", "committed_step", "restored_step",
      "rank", "gpus", "model_flops", "peak_flops", "started", "submitted", "status", "gone", "pid", "overlaps",
      "waits": [[rank, place, started, steps, seconds, wait, tokens, [[group, ranks, wait]]]],
+     "step_p99", "calls": [[rank, default, [[group, ranks, called]], [sign]]],
      "evidence": [{"kind", "t", "count", "gpu", "port", "rank", "detail"}]}
 
 Required are t, run and event, and attempt for a start or snapshot. A finish without attempt ends the current attempt.
@@ -11,7 +12,9 @@ Required are t, run and event, and attempt for a start or snapshot. A finish wit
 attempt of the run is live on the host. `activity_seconds` and `model_flops` are cumulative for one process, the host's
 lowest live rank. `step` of a start is the step restored from a checkpoint. `waits` has cumulative seconds of each rank,
 and is absent unless all ranks of the host are measured. Its last field, which may be absent, has the wait in each
-process group, by the group's kind and ranks (`flopwatch.catalogue.ranks`). `evidence` has what the host observed: its
+process group, by the group's kind and ranks (`flopwatch.catalogue.ranks`). `calls` has the collectives that each rank
+has called in the default process group and in others, and signs of its process. It is absent unless the open step is
+old. `evidence` has what the host observed: its
 count so far and the time of the last. Unknown fields are ignored.
 """
 
@@ -33,13 +36,13 @@ STATUSES = ("completed", "stopped", "preempted", "resized", "failed")
 EVENTS = ("submitted", "start", "snapshot", "finish")
 MAX_EVIDENCE = 64  # entries of a record
 _RUN_NAME = re.compile(r"[A-Za-z0-9._:/@+-]{1,128}")
-_NUMBERS = ("step", "committed_step", "rank", "gpus", "model_flops", "peak_flops", "open_step_seconds")
+_NUMBERS = ("step", "committed_step", "rank", "gpus", "model_flops", "peak_flops", "open_step_seconds", "step_p99")
 _WAIT_FIELDS = ("rank", "place", "started", "steps", "seconds", "wait", "tokens")
 _MAX_NAME_LENGTH = 512
 _MAX_NUMBER = 1e30
 _MAX_RANKS = 64
 _MAX_PLACE_LENGTH = 64
-_MAX_GROUPS = 16  # of a rank
+_MAX_GROUPS, _MAX_SIGNS = 16, 8  # of a rank
 _MAX_DELAY = 300.0  # seconds: evidence after an attempt's last report is sent with that report
 _MAX_TEXT_LENGTHS = {"kind": 64, "gpu": 128, "port": 128, "detail": 200}  # of evidence; longer text is cut
 
@@ -60,6 +63,15 @@ class RankWait(NamedTuple):
     wait: float
     tokens: float
     groups: tuple[tuple[str, str, float], ...] = ()
+
+
+class RankCall(NamedTuple):
+    """Collectives that a rank has called: in the default process group, None if unknown, and by kind and ranks."""
+
+    rank: int
+    default: float | None
+    groups: tuple[tuple[str, str, float], ...]
+    signs: tuple[str, ...]
 
 
 class RecordError(ValueError):
@@ -91,6 +103,8 @@ class LedgerRecord:
     open_step_seconds: float | None
     waits: tuple[RankWait, ...] | None = None
     evidence: tuple[Evidence, ...] = ()
+    step_p99: float | None = None
+    calls: tuple[RankCall, ...] = ()
     pid: bool = False
     overlaps: bool = False
 
@@ -126,7 +140,7 @@ class LedgerRecord:
         numbers["restored_step"] = _number(line, "step" if start else "restored_step")
         numbers |= {name: _number(line, name) for name in _NUMBERS}
         waits, evidence = _waits(line.get("waits")), _evidence(line.get("evidence"), stamp, source)
-        parts: dict[str, Any] = {"waits": waits, "evidence": evidence, **numbers}
+        parts: dict[str, Any] = {"waits": waits, "evidence": evidence, "calls": _calls(line.get("calls")), **numbers}
         parts |= {flag: line.get(flag) is True for flag in ("pid", "overlaps")}
         return cls(stamp, run, tenant, attempt, source, event, status, gone, activity, **parts)
 
@@ -217,30 +231,50 @@ def _waits(value: object) -> tuple[RankWait, ...] | None:
         given = {name: value for name, value in numbers.items() if value is not None}
         if len(given) < len(numbers):
             raise RecordError(f"waits {number}: a number is missing")
-        groups = _groups(item[-1], number) if len(item) > len(_WAIT_FIELDS) else ()
+        groups = _groups(item[-1], f"waits {number}") if len(item) > len(_WAIT_FIELDS) else ()
         waits.append(RankWait(int(given.pop("rank")), place, **given, groups=groups))
     if len({wait.rank for wait in waits}) < len(waits):
         raise RecordError("waits: a rank is listed twice")
     return tuple(waits)
 
 
-def _groups(value: object, number: int) -> tuple[tuple[str, str, float], ...]:
+def _calls(value: object) -> tuple[RankCall, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, list) or len(value) > _MAX_RANKS:
+        raise RecordError(f"calls: not a list of at most {_MAX_RANKS} ranks")
+    calls = []
+    for number, item in enumerate(value, 1):
+        if not isinstance(item, list) or len(item) != 4 or not isinstance(item[3], list) or len(item[3]) > _MAX_SIGNS:
+            raise RecordError(f"calls {number}: not [rank, default, groups, signs]")
+        try:
+            rank, default = _number({"rank": item[0]}, "rank"), _number({"default": item[1]}, "default")
+            signs = tuple(_text({"sign": sign}, "sign") for sign in item[3])
+        except RecordError as error:
+            raise RecordError(f"calls {number}: {error}") from None
+        if rank is None or not all(sign.isidentifier() for sign in signs):
+            raise RecordError(f"calls {number}: {'rank: missing' if rank is None else 'a sign is not a word'}")
+        calls.append(RankCall(int(rank), default, _groups(item[2], f"calls {number}"), signs))
+    return tuple(calls)
+
+
+def _groups(value: object, where: str) -> tuple[tuple[str, str, float], ...]:
     if not isinstance(value, list) or len(value) > _MAX_GROUPS:
-        raise RecordError(f"waits {number}: not a list of at most {_MAX_GROUPS} groups")
+        raise RecordError(f"{where}: not a list of at most {_MAX_GROUPS} groups")
     groups = []
     for item in value:
         if not isinstance(item, list) or len(item) != 3 or not all(isinstance(text, str) for text in item[:2]):
-            raise RecordError(f"waits {number}: a group is not [kind, ranks, wait]")
+            raise RecordError(f"{where}: a group is not [kind, ranks, number]")
         kind, ranks, _ = item
         try:
-            wait = _number({"wait": item[2]}, "wait")
+            amount = _number({"number": item[2]}, "number")
             if len(ranks) > MAX_LENGTH or count_of(ranks) == 0 or not kind.isidentifier() or len(kind) > MAX_LENGTH:
                 raise ValueError(f"{kind[:40]!r} {ranks[:40]!r}")
         except (RecordError, ValueError) as error:
-            raise RecordError(f"waits {number}: group: {error}") from None
-        if wait is None:
-            raise RecordError(f"waits {number}: group: the wait is missing")
-        groups.append((kind, ranks, wait))
+            raise RecordError(f"{where}: group: {error}") from None
+        if amount is None:
+            raise RecordError(f"{where}: group: the number is missing")
+        groups.append((kind, ranks, amount))
     return tuple(groups)
 
 

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from flopwatch.ledger.attempt import END_OF_RUN, ENDS, Attempt, ReportingNode
 from flopwatch.ledger.buckets import Buckets
+from flopwatch.ledger.hangs import Hangs
 from flopwatch.ledger.incidents import MAX_HISTORY, Incidents
 from flopwatch.ledger.record import LedgerRecord
 from flopwatch.ledger.reporters import Reporters
@@ -48,6 +49,7 @@ class RunLedger:
         self.incidents = Incidents(self.reporters)
         self.buckets = Buckets(self.reporters, self.incidents)
         self.stragglers = Stragglers(self.reporters)
+        self.hangs = Hangs(self.reporters, self.stragglers.communicator)
 
     @property
     def attempt(self) -> Attempt | None:
@@ -147,6 +149,7 @@ class RunLedger:
             self._archive(last)
         self.incidents.next_attempt(at)
         self.stragglers = Stragglers(self.reporters, self.stragglers.gpu_seconds)
+        self.hangs = Hangs(self.reporters, self.stragglers.communicator)
         self.reporters.changed |= self.reporters.nodes.keys()
         self.reporters.nodes = {}
         self.attempts += 1
@@ -186,6 +189,7 @@ class RunLedger:
             attempt.leader = name
             self._follow(node)
         self.stragglers.judge(record.t, self.buckets.gpu_seconds["productive"])
+        self.hangs.take(record)
         if record.committed_step is not None:
             self.buckets.commit(record.committed_step, record.t)
 

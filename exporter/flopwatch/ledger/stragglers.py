@@ -39,7 +39,7 @@ REASONS = ("waits", "groups", "ranks", "steps")
 Rows = dict[int, RankWait]
 
 
-class _NoVerdict(Exception):
+class NoVerdict(Exception):
     """Raised where waits cannot be judged. `reason` is one of REASONS."""
 
     def __init__(self, reason: str, message: str) -> None:
@@ -95,14 +95,14 @@ class Stragglers:
             if missing := live - self._fresh:
                 self._check_at = now + CHECK_EVERY
                 if now - self._since > MAX_INTERVAL or not missing <= self._latest.keys():
-                    raise _NoVerdict("waits", f"{min(missing)} reports no waits of its ranks")
+                    raise NoVerdict("waits", f"{min(missing)} reports no waits of its ranks")
                 return
             for gone in self._latest.keys() - live:
                 del self._latest[gone]
             rows = self._rows()
             if self._add_interval(rows, now, productive):
                 self._decide()
-        except _NoVerdict as why:
+        except NoVerdict as why:
             self._give_up(why.reason, str(why), now)
         except Exception:
             # The accounting of the run must go on.
@@ -121,14 +121,14 @@ class Stragglers:
         for name, of_node in self._latest.items():
             for row in of_node:
                 if row.rank in rows:
-                    raise _NoVerdict("ranks", f"rank {row.rank} is on {name} and on {self.hosts[row.rank]}")
+                    raise NoVerdict("ranks", f"rank {row.rank} is on {name} and on {self.hosts[row.rank]}")
                 rows[row.rank], self.hosts[row.rank] = row, name
         if len(rows) != self.reporters.total("gpus"):
-            raise _NoVerdict("ranks", f"the waits of {len(rows)} ranks of {self.reporters.total('gpus'):g} are known")
+            raise NoVerdict("ranks", f"the waits of {len(rows)} ranks of {self.reporters.total('gpus'):g} are known")
         return rows
 
     def _add_interval(self, rows: Rows, now: float, productive: float) -> bool:
-        """Add the steps since the last report of all nodes. Return whether there are any. Raises _NoVerdict."""
+        """Add the steps since the last report of all nodes. Return whether there are any. Raises NoVerdict."""
         from flopwatch.verdicts.waits import Interval, NoSteps, Unmeasured
 
         then = self._then
@@ -148,10 +148,10 @@ class Stragglers:
         except NoSteps as error:
             self._check_at = now + CHECK_EVERY
             if now - self._since > MAX_INTERVAL:
-                raise _NoVerdict("steps", str(error)) from None
+                raise NoVerdict("steps", str(error)) from None
             return False
         except Unmeasured as error:
-            raise _NoVerdict("groups", str(error)) from None
+            raise NoVerdict("groups", str(error)) from None
         if layout is not None and self._intervals[-1].layout is not layout:
             last = self._intervals[-1]
             self._intervals.clear()
@@ -173,9 +173,9 @@ class Stragglers:
             if whole:
                 waits = {whole[row.place]: row.wait}
             else:
-                waits = {self._communicator(kind, text, len(rows)): wait for kind, text, wait in row.groups}
+                waits = {self.communicator(kind, text, len(rows)): wait for kind, text, wait in row.groups}
                 if row.wait - fsum(waits.values()) > UNKNOWN_WAIT * row.seconds:
-                    raise _NoVerdict("groups", f"rank {rank} waits in process groups that are not known")
+                    raise NoVerdict("groups", f"rank {rank} waits in process groups that are not known")
             found[rank] = RankTotals(row.steps, row.seconds, waits, row.tokens)
         return found
 
@@ -192,13 +192,14 @@ class Stragglers:
             self._of_places = found
         return self._of_places  # the same objects, because comparing two with thousands of ranks takes long
 
-    def _communicator(self, kind: str, text: str, ranks: int) -> Communicator:
+    def communicator(self, kind: str, text: str, ranks: int) -> Communicator:
+        """Return a process group by its kind and ranks. Raises NoVerdict if it has more than the run's `ranks`."""
         from flopwatch.verdicts.waits import Communicator
 
         found = self._communicators.get((kind, text))
         if found is None:
             if count_of(text) > ranks:
-                raise _NoVerdict("groups", f"the {kind} group of ranks {text} has more ranks than the run")
+                raise NoVerdict("groups", f"the {kind} group of ranks {text} has more ranks than the run")
             if len(self._communicators) > 16 * ranks:  # of groups that are no more
                 self._communicators.clear()
             found = self._communicators[kind, text] = Communicator(kind, ranks_of(text))

@@ -8,6 +8,7 @@ from flopwatch.catalogue import Metric, Sample
 from flopwatch.catalogue.ranks import ranks_text
 from flopwatch.ledger.attribution import CAUSES, LOSSES
 from flopwatch.ledger.buckets import BUCKETS, RETAINED
+from flopwatch.ledger.hangs import Hangs
 from flopwatch.ledger.run import RunLedger
 from flopwatch.ledger.stragglers import KINDS, Stragglers
 
@@ -55,6 +56,7 @@ def families(run: RunLedger, now: float, *, new: bool = False) -> list[Sample]:
     add(m.RUN_STRAGGLER_GPU_SECONDS_TOTAL, run.stragglers.gpu_seconds)
     if state == "running":
         _add_stragglers(run.stragglers, add)
+        _add_hang(run.hangs, add)
     add(m.RUN_ATTEMPT_CONFLICT, float(run.conflict(now)))
     add(m.RUN_HIGH_WATER_STEPS, buckets.high_water)
     add(m.RUN_COMMITTED_STEPS, buckets.committed)
@@ -79,6 +81,16 @@ def _add_stragglers(stragglers: Stragglers, add: Callable[..., None]) -> None:
         add(m.RUN_STRAGGLER_INFO, 1.0, str(one.rank), host, group.kind, ranks_text(group.ranks) or "")
     for number, seconds in stragglers.whatif.items():
         add(m.RUN_WHATIF_STEP_SECONDS, seconds, str(number))
+
+
+def _add_hang(hangs: Hangs, add: Callable[..., None]) -> None:
+    """Add the age of an overdue step, and the ranks that the others wait for."""
+    add(m.RUN_OVERDUE_SECONDS, hangs.overdue)
+    verdict = hangs.verdict
+    for rank in () if verdict is None or hangs.overdue is None else verdict.ranks[:MAX_SUSPECTS]:
+        group = verdict.communicator if verdict is not None else None
+        kind, ranks = ("", "") if group is None else (group.kind, ranks_text(group.ranks) or "")
+        add(m.RUN_HANG_INFO, 1.0, str(rank), hangs.hosts.get(rank, ""), kind, ranks)
 
 
 def summary(run: RunLedger, at: float | None = None) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from threading import get_ident
 from typing import Any
@@ -225,6 +225,12 @@ class Recorder:
     def set(self, metric: Metric, value: float, **labels: str) -> None:
         """Set a gauge or a counter's total, ahead of queued events, because in a hang the value is evidence."""
         self.gauges[metric, tuple(labels.items())] = float(value)
+
+    def replace(self, metric: Metric, values: Mapping[tuple[tuple[str, str], ...], float]) -> None:
+        """Set a gauge for these labels, and end it for all others."""
+        for key in [key for key in self.gauges if key[0] is metric and key[1] not in values]:
+            del self.gauges[key]
+        self.gauges |= {(metric, labels): float(value) for labels, value in values.items()}
 
     def poll(self, callback: Callable[[], None]) -> None:
         """Register `callback`, which the push thread calls before every snapshot except the last."""

@@ -244,14 +244,14 @@ def test_the_counter_is_a_part_of_productive_never_falls_and_survives_being_writ
         ([[0, "", 0, 1, 2, None, 4]], "waits 1: a number is missing"),
         ([[0, "", 0, 1, 2, 3, 4]] * 2, "waits: a rank is listed twice"),
         ([[0, "", 0, 1, 2, 3, 4, {}]], "waits 1: not a list of at most 16 groups"),
-        ([[0, "", 0, 1, 2, 3, 4, [["tp", "0-3"]]]], "waits 1: a group is not [kind, ranks, wait]"),
+        ([[0, "", 0, 1, 2, 3, 4, [["tp", "0-3"]]]], "waits 1: a group is not [kind, ranks, number]"),
         (
             [[0, "", 0, 1, 2, 3, 4, [["tp", "0-", 1.0]]]],
             "waits 1: group: '0-' is not a rank, nor a range such as 0-3 or 1-29:4",
         ),
         ([[0, "", 0, 1, 2, 3, 4, [["t p", "0-3", 1.0]]]], "waits 1: group: 't p' '0-3'"),
-        ([[0, "", 0, 1, 2, 3, 4, [["tp", "0-3", -1.0]]]], "waits 1: group: wait: -1.0 is negative"),
-        ([[0, "", 0, 1, 2, 3, 4, [["tp", "0-3", None]]]], "waits 1: group: the wait is missing"),
+        ([[0, "", 0, 1, 2, 3, 4, [["tp", "0-3", -1.0]]]], "waits 1: group: number: -1.0 is negative"),
+        ([[0, "", 0, 1, 2, 3, 4, [["tp", "0-3", None]]]], "waits 1: group: the number is missing"),
     ],
 )
 def test_waits_that_cannot_be_are_refused(waits: object, message: str) -> None:

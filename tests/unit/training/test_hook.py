@@ -234,6 +234,7 @@ def test_a_rank_has_at_most_40_series_and_a_run_30() -> None:
         pass
     for row in (
         m.TRAINING_COLLECTIVE_SEQUENCE_NUMBER,
+        m.TRAINING_GROUP_SEQUENCE_NUMBER,
         m.TRAINING_RECOMPILATIONS_TOTAL,
         m.TRAINING_ALLOCATOR_RETRIES_TOTAL,
         m.TRAINING_OUT_OF_MEMORY_TOTAL,

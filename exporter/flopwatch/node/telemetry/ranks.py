@@ -41,7 +41,13 @@ OUTCOMES = (
 )
 
 # Only the verdicts need these, and a rank has many series.
-FOR_THE_LEDGER = frozenset((m.TRAINING_GROUP_WAIT_SECONDS_TOTAL.name, m.TRAINING_MEASURED_TOKENS_TOTAL.name))
+FOR_THE_LEDGER = frozenset(
+    row.name
+    for row in (m.TRAINING_GROUP_WAIT_SECONDS_TOTAL, m.TRAINING_MEASURED_TOKENS_TOTAL, m.TRAINING_GROUP_SEQUENCE_NUMBER)
+)
+OPEN_FOR = 10.0  # seconds that a step is open, after which the record has what each rank has called
+SILENT_AFTER = 20.0  # seconds without a push of a process that lives
+BLOCKED_AFTER = 10.0  # seconds
 
 Record = dict[str, Any]
 
@@ -330,6 +336,27 @@ class Telemetry:
         node = self._evidence_log.entries(None if scene.gpus is None else frozenset(scene.gpus), scene.since, until)
         return node + evidence.of_ranks(scene.ranks, self._evidence_log.killed)[: evidence.MAX_ENTRIES - len(node)]
 
+    def _calls(self, attempt: _Attempt) -> list[list[object]]:
+        """Return the field `calls` of a record (`flopwatch.ledger.record`)."""
+        clock, calls = self._clock(), list[list[object]]()
+        for number, rank in sorted(attempt.ranks.items()):
+            signs = []
+            if rank.end is not None:
+                signs.append("gone" if rank.end == "gone" else "ended")
+            elif clock - rank.received > SILENT_AFTER:
+                signs.append("silent")
+            watch = rank.watch
+            if watch is not None and watch.state in BLOCKED and clock - watch.since >= BLOCKED_AFTER:
+                signs.append("blocked")
+            default = _values([rank.push], m.TRAINING_COLLECTIVE_SEQUENCE_NUMBER)
+            groups = [
+                [*labels[2:], value]
+                for row, labels, value in rank.push.samples
+                if row is m.TRAINING_GROUP_SEQUENCE_NUMBER
+            ]
+            calls.append([number, default[0] if default else None, groups, signs])
+        return calls
+
     def _records(self, key: AttemptKey, attempt: _Attempt, entries: list[Entry]) -> list[Record]:
         """Return the merged record of an attempt, and a second one after an end without a status."""
         pushes = [attempt.ranks[rank].push for rank in sorted(attempt.ranks)]
@@ -363,6 +390,8 @@ class Telemetry:
             "peak_flops": sum(peaks) if peaks else None,
             "status": status,
             "waits": _waits(live),
+            "calls": self._calls(attempt) if (leader.open_step_seconds or 0.0) >= OPEN_FOR else None,
+            "step_p99": next((seconds for push in live if (seconds := _p99(push)) is not None), None),
             "overlaps": any(self._attempts[one].live or live for one in attempt.rivals & self._attempts.keys()) or None,
             "evidence": entries or None,
             "pid": any(rank.pid for rank in attempt.ranks.values()) or None,
@@ -373,6 +402,12 @@ class Telemetry:
         # The first record ends with the last push. From there to the end no activity is known.
         until = {name: value for name, value in record.items() if name != "evidence"}
         return [until, {**record, "t": max(attempt.gone_at, record["t"]), "gone": True}]
+
+
+def _p99(push: Push) -> float | None:
+    """Return the 99th percentile of the run's step durations in seconds, which one rank reports."""
+    row = m.TRAINING_STEP_PERCENTILE_SECONDS
+    return next((value for other, labels, value in push.samples if other is row and labels[-1] == "99"), None)
 
 
 def _blocked(rank: Rank, clock: float) -> list[Sample]:

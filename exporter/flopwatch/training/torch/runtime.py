@@ -15,6 +15,8 @@ import torch.distributed
 
 from flopwatch import catalogue as m
 from flopwatch.training.recorder import Recorder
+from flopwatch.training.torch.groups import Groups
+from flopwatch.training.totals import MAX_GROUPS
 
 
 class Runtime:
@@ -97,27 +99,39 @@ def attach(recorder: Recorder, memory: Callable[[], list[Mapping[str, Any]]] = c
     return runtime
 
 
-def watch_collectives(recorder: Recorder) -> None:
-    """Record before each push how many collectives this rank has started in the default process group.
+def watch_collectives(recorder: Recorder, groups: Groups | None = None) -> None:
+    """Record before each push how many collectives this rank has started in each process group.
 
     Gloo and NCCL keep the number on the host and raise it as a collective starts. In a hang, the rank with the lowest
     number has not reached the collective that the others wait in. Reading it needs no collective and no device.
     https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html
     """
+    groups = Groups(recorder) if groups is None else groups
     without: set[str] = set()  # backends without sequence numbers, such as fake ones
+
+    def number(group: Any) -> int | None:
+        if (backend := torch.distributed.get_backend(group)) in without:
+            return None
+        try:
+            return int(group._get_sequence_number_for_group())
+        except RuntimeError:
+            without.add(backend)
+            return None
 
     def poll() -> None:
         if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
             return
-        group: Any = torch.distributed.distributed_c10d._get_default_group()
-        if (backend := torch.distributed.get_backend(group)) in without:
-            return
-        try:
-            number = group._get_sequence_number_for_group()
-        except RuntimeError:
-            without.add(backend)
-        else:
-            recorder.set(m.TRAINING_COLLECTIVE_SEQUENCE_NUMBER, float(number))
+        c10d: Any = torch.distributed.distributed_c10d
+        default = c10d._get_default_group()
+        if (of_job := number(default)) is not None:
+            recorder.set(m.TRAINING_COLLECTIVE_SEQUENCE_NUMBER, float(of_job))
+        numbers: dict[tuple[tuple[str, str], ...], float] = {}
+        for group in list(c10d._world.pg_map):
+            known = None if group is default else groups.of_group(group)
+            if known is not None and len(numbers) < MAX_GROUPS and (called := number(group)) is not None:
+                kind, ranks = known
+                numbers[("group", kind), ("ranks", ranks)] = called
+        recorder.replace(m.TRAINING_GROUP_SEQUENCE_NUMBER, numbers)
 
     recorder.poll(poll)
 
