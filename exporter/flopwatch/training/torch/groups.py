@@ -96,10 +96,10 @@ class Groups:
         )
         return of_size[0] if len(of_size) == 1 else UNKNOWN
 
-    def _of_collective(self, group: Any, *_: Any) -> Group | None:
+    def _of_collective(self, group: Any, *_: Any, **__: Any) -> Group | None:
         return self.of_group(group)
 
-    def _of_pair(self, group: Any, tensors: object, peer: int, *_: Any) -> Group | None:
+    def _of_pair(self, group: Any, tensors: object, peer: int, *_: Any, **__: Any) -> Group | None:
         whole = self.of_group(group)
         if whole is None or whole[0] not in (PIPELINE, WHOLE_JOB, UNKNOWN):
             return whole  # such as a ring of a context parallel group
