@@ -14,7 +14,7 @@ from tests.support import parallel_job, ranks
 from tests.support.hook_server import HookServer, Push
 from tests.support.machine import until
 
-pytestmark = [pytest.mark.long, pytest.mark.alone, pytest.mark.torch, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.torch, pytest.mark.timeout(600)]
 
 STOPS = 6  # the rank that stops
 HANGING = f"""

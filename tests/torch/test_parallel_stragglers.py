@@ -15,7 +15,7 @@ from tests.support import ROOT, parallel_job, ranks
 pytestmark = [pytest.mark.long, pytest.mark.alone, pytest.mark.torch, pytest.mark.timeout(1500)]
 
 # Of each kind and of healthy ones. 20 are judged for docs/stragglers.md, which takes half an hour.
-TRIALS = int(os.environ.get("FLOPWATCH_PARALLEL_TRIALS", "2"))
+TRIALS = int(os.environ.get("FLOPWATCH_PARALLEL_TRIALS", "1"))
 INTERVALS, REPORT = 9, 15.0
 LATE_BY = 0.05  # seconds of a step that takes some 0.16 s
 KINDS = ("tp", "pp", "dp", "well")
