@@ -25,6 +25,7 @@ class Instruments:
         self._card: Any = None  # of the loop's thread, because each thread has a device of its own
         self._general: tuple[Any, ...] = ()  # objects with remove(), for all models together
         self._groups: Any = None
+        self._whole: Group | None = None
         self._models: dict[int, tuple[Any, ...]] = {}  # objects with remove(), by the model's id
 
     def find_card(self, expected: bool) -> None:
@@ -145,7 +146,9 @@ class Instruments:
     def of_group(self, group: Any) -> Group | None:
         """Return kind and ranks of a process group, of all ranks if it is None. None if its ranks have no text."""
         if group is None:
-            return WHOLE_JOB, all_ranks_text(self._recorder.world_size)
+            if self._whole is None:  # once, because a call in each step costs time
+                self._whole = WHOLE_JOB, all_ranks_text(self._recorder.world_size)
+            return self._whole
         if self._groups is None:
             from flopwatch.training.torch.groups import Groups
 
