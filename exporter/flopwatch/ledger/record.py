@@ -14,8 +14,7 @@ lowest live rank. `step` of a start is the step restored from a checkpoint. `wai
 and is absent unless all ranks of the host are measured. Its last field, which may be absent, has the wait in each
 process group, by the group's kind and ranks (`flopwatch.catalogue.ranks`). `calls` has the collectives that each rank
 has called in the default process group and in others, and signs of its process. It is absent unless the open step is
-old. `evidence` has what the host observed: its
-count so far and the time of the last. Unknown fields are ignored.
+old. `evidence` has what the host observed: its count so far and the time of the last. Unknown fields are ignored.
 """
 
 from __future__ import annotations

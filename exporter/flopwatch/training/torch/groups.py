@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed
-from torch.distributed import _functional_collectives as functional
 
 from flopwatch.catalogue.ranks import ranks_text
 from flopwatch.training.process.parallel import DIMENSIONS
@@ -35,9 +34,6 @@ COARSEST_FIRST = ("dp", "pp", "cp", "tp", "ep")
 WORDS = {"tensor": "tp", "context": "cp", "expert": "ep", "pipeline": "pp", "data": "dp"} | DIMENSIONS
 _MAX_PENDING = 1024  # tensors whose collective was never waited for
 
-_UNKNOWN = object()
-_by_name: Any = torch._C._distributed_c10d._resolve_process_group
-
 
 class Groups:
     """Kinds and ranks of the process groups of one run, and the groups of operations that are not waited for yet."""
@@ -52,7 +48,8 @@ class Groups:
 
     def replacements(self) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
         """Yield owner, name and substitute of each function that has to be replaced."""
-        owner = torch.distributed.ProcessGroup
+        # Looked up here, because PyTorch may have been built without torch.distributed.
+        owner, functional = torch.distributed.ProcessGroup, torch.distributed._functional_collectives
         for name in OPERATIONS:
             if hasattr(owner, name):
                 yield owner, name, self._noting(getattr(owner, name), self._of_collective)
@@ -73,12 +70,11 @@ class Groups:
 
     def of_group(self, group: Any) -> Group | None:
         """Return kind and ranks of a process group, None if it has no text for its ranks."""
-        found: Any = self._known.get(group, _UNKNOWN)
-        if found is _UNKNOWN:
+        if group not in self._known:
             ranks = torch.distributed.get_process_group_ranks(group)
             text = ranks_text(ranks)
-            found = self._known[group] = None if text is None else (self._kind(group, len(ranks)), text)
-        return found  # type: ignore[no-any-return]
+            self._known[group] = None if text is None else (self._kind(group, len(ranks)), text)
+        return self._known[group]
 
     def _kind(self, group: Any, size: int) -> str:
         recorder = self._recorder
@@ -127,13 +123,15 @@ class Groups:
 
     def _resolving(self, original: Callable[..., Any]) -> Callable[..., Any]:
         recorder = self._recorder
+        c10d: Any = torch.distributed.distributed_c10d
+        by_name = c10d._resolve_process_group
 
         @functools.wraps(original)
         def resolving(*args: Any, **kwargs: Any) -> Any:
             found = original(*args, **kwargs)
             if not torch.compiler.is_compiling() and recorder.measuring:
                 try:
-                    self._resolved = self.of_group(_by_name(found) if isinstance(found, str) else found)
+                    self._resolved = self.of_group(by_name(found) if isinstance(found, str) else found)
                 except Exception as error:
                     recorder.failed("watch", error)
             return found

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 import torch.distributed
-from torch.distributed import _functional_collectives as functional
 from torch.nn.parallel import DistributedDataParallel
 
 from flopwatch.training.recorder import Recorder
@@ -339,7 +338,7 @@ def _watch_host(watched: Watch) -> None:
     """Record this thread's waits in collectives called from Python, and end the previous recording."""
     while _replaced:
         _replaced.pop().remove()
-    groups, work = watched.groups, torch.distributed.Work
+    groups, work, functional = watched.groups, torch.distributed.Work, torch.distributed._functional_collectives
     for owner, name, ours in (
         (work, "wait", _timed(watched, work.wait, groups.of_work)),
         (functional, "wait_tensor", _timed(watched, functional.wait_tensor, groups.of_tensor)),
