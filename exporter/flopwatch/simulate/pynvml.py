@@ -370,6 +370,7 @@ class Simulation:
         """Return the next Xid in the kernel log. Raises NVMLError after `milliseconds` without one."""
         until = time.monotonic() + milliseconds / 1000
         while True:
+            faults = self.faults.read()  # before the log, because a GPU's Xid is logged before the GPU is lost
             line = b""
             with suppress(OSError), self.kmsg.open("rb") as log:  # the driver does not depend on the log
                 log.seek(events.place)
@@ -382,7 +383,7 @@ class Simulation:
                         return EventData(Handle(index), real.nvmlEventTypeXidCriticalError, event.xid)
                 continue
             for index in events.gpus:
-                self.check(index, self.faults.read())
+                self.check(index, faults)
             if time.monotonic() > until:
                 raise real.NVMLError(real.NVML_ERROR_TIMEOUT)
             time.sleep(EVENT_POLL)

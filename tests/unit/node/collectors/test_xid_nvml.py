@@ -26,6 +26,7 @@ from flopwatch.node.collectors import RestartReader, Unsupported
 from flopwatch.node.collectors.xid import Xid, nvml_events
 from flopwatch.node.collectors.xid.counts import MAX_CODES
 from flopwatch.node.collectors.xid.nvml_events import NvmlEvent, Watcher
+from flopwatch.simulate.pynvml import load
 from flopwatch.simulate.sources import xid as simulated
 from simulator.host import SimulatedNode
 from tests.support.machine import PATIENCE, until
@@ -437,3 +438,25 @@ def test_an_xid_of_the_simulated_node_is_one_although_its_nvml_reports_it_too(tm
     finally:
         reader.close()
         base.close()
+
+
+def test_a_simulated_gpu_that_falls_off_the_bus_is_lost_after_its_event(tmp_path: Path) -> None:
+    node = SimulatedNode(tmp_path)
+    node.create()
+    nvml = load(node.root)
+    nvml.nvmlInit()
+    events = nvml.nvmlEventSetCreate()
+    gpu = nvml.nvmlDeviceGetHandleByIndex(6)
+    nvml.nvmlDeviceRegisterEvents(gpu, XID, events)
+    read, reads = nvml.faults.read, [0]
+
+    def falls_before_the_second_read() -> Any:
+        reads[0] += 1
+        if reads[0] == 2:
+            node.xid(6, 79)
+        return read()
+
+    nvml.faults.read = falls_before_the_second_read  # the first is the call's own
+    assert nvml.nvmlEventSetWait_v2(events, 0).eventData == 79
+    with pytest.raises(pynvml.NVMLError, match="lost"):
+        nvml.nvmlEventSetWait_v2(events, 0)
