@@ -440,7 +440,9 @@ def test_an_xid_of_the_simulated_node_is_one_although_its_nvml_reports_it_too(tm
         base.close()
 
 
-def test_a_simulated_gpu_that_falls_off_the_bus_is_lost_after_its_event(tmp_path: Path) -> None:
+def test_a_simulated_gpu_that_falls_off_the_bus_is_lost_after_its_event(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     node = SimulatedNode(tmp_path)
     node.create()
     nvml = load(node.root)
@@ -456,7 +458,7 @@ def test_a_simulated_gpu_that_falls_off_the_bus_is_lost_after_its_event(tmp_path
             node.xid(6, 79)
         return read()
 
-    nvml.faults.read = falls_before_the_second_read  # the first is the call's own
+    monkeypatch.setattr(nvml.faults, "read", falls_before_the_second_read)  # the first is the call's own
     assert nvml.nvmlEventSetWait_v2(events, 0).eventData == 79
     with pytest.raises(pynvml.NVMLError, match="lost"):
         nvml.nvmlEventSetWait_v2(events, 0)
