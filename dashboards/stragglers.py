@@ -189,12 +189,12 @@ parts = [
     ),
     d.timeseries(
         "Signs of a hang",
-        "Number of ranks that each sign points at while a step is overdue. Expected: none. docs/stragglers.md "
-        "explains the signs and when a step is overdue.",
-        d.Query(f"count by (sign) ({r.SIGN}{{{RUN}}})", "{{sign}}"),
+        "Number of ranks that each sign points at while the run hangs. Expected: none. docs/stragglers.md explains the "
+        "signs and when a run hangs.",
+        d.Query(f"max by (sign) ({m.RUN_HANG_SIGN_RANKS}{{{RUN}}})", "{{sign}}"),
         unit="none",
         width=12,
-        no_data="No step is overdue, or no sign points at a rank.",
+        no_data="The run does not hang, or no sign points at a rank.",
     ),
 ]
 

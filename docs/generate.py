@@ -52,7 +52,6 @@ What each series means, its labels, and where the number is born. Counters are r
 GROUPS = {
     "place": "Where things are, and what is in use",
     "training": "Training",
-    "verdict": "Stragglers and suspects",
     "detail": "Training in detail, and energy",
     "ledger": "The ledger: whole runs",
     "windows": "The last hour, day and seven days",

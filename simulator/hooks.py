@@ -18,8 +18,8 @@ from flopwatch import catalogue as m
 from flopwatch.catalogue import Metric
 from flopwatch.training.totals import DURATION_BOUNDS, PERCENTILES
 from simulator.jobs import JobAttempt
-from simulator.metrics import COLLECTIVES, Line, info, line, mesh_place, rank_info
-from simulator.nodes import EPOCH, Record
+from simulator.metrics import Line, info, line, mesh_place, rank_info
+from simulator.nodes import COLLECTIVES, EPOCH, Record
 from simulator.state import JobState
 from simulator.topology import Topology
 from simulator.world import SimulatedCluster

@@ -317,7 +317,7 @@ HANGS: tuple[TroubleKind, ...] = (
     TroubleKind(
         "killed", "the process of a rank is gone and is not restarted", lambda rng: _blocked(rng, gone=True), "is gone"
     ),
-    TroubleKind("dark_host", "a host is gone, with its exporter", _dark_host, "8 ranks on "),
+    TroubleKind("dark_host", "a host is gone, with its exporter", _dark_host, "The other ranks wait for those on "),
     TroubleKind(
         "lost_gpu",
         "a GPU fell off the bus",

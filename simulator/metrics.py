@@ -18,7 +18,7 @@ from flopwatch.catalogue import Metric
 from flopwatch.ledger.ledger import Ledger
 from flopwatch.training.totals import DURATION_BOUNDS
 from simulator.jobs import JobAttempt, TrainingJob
-from simulator.nodes import EPOCH, Record
+from simulator.nodes import COLLECTIVES, EPOCH, Record
 from simulator.state import Damage, JobState
 from simulator.topology import PortPlace, Topology
 from simulator.world import SimulatedCluster
@@ -28,7 +28,6 @@ MAX_NODES = 256  # with more, only the ledger is scraped, because a day would ta
 ACTIVE, DOWN = 4.0, 1.0  # infiniband_port_state_id
 BLIP = 10.0  # seconds of a link flap
 ERRORS = 3  # symbol errors or NVLink replays per observation
-COLLECTIVES = 100.0  # per step
 CAPPED = 20.0  # seconds of throttling per observation
 
 Line = tuple[str, dict[str, str], float]

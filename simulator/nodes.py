@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from flopwatch.catalogue.ranks import ranks_text
+from flopwatch.verdicts.overdue import LATE, overdue_after
 from simulator.faults import Clue
 from simulator.jobs import JobAttempt, TrainingJob
 from simulator.topology import Topology
@@ -16,6 +18,7 @@ PUSH = 5.0  # seconds within which a node reports a change of a run
 RESEND = 600.0  # seconds for which an exporter repeats the last record of an ended attempt with new evidence
 BEFORE = 600.0  # seconds before the start of an attempt from which on evidence counts for it
 MAX_EVIDENCE = 64
+COLLECTIVES = 100.0  # per step
 
 Record = dict[str, Any]
 
@@ -159,6 +162,13 @@ class Nodes:
             "rank": place * self.topology.gpus_per_node,
             "started": EPOCH + attempt.start + skew,
         }
+        ranks = range(place * self.topology.gpus_per_node, (place + 1) * self.topology.gpus_per_node)
+        record["ranks"] = ranks_text(ranks)
+        opened, limit = attempt.open_step(t), overdue_after(job.step_seconds * (1 + job.step_spread))
+        if opened >= LATE * limit:
+            called = COLLECTIVES * ((attempt.position(t) or 0) - (attempt.restored or 0))
+            rows: list[list[Any]] = [[rank, called, [], [], None] for rank in ranks]
+            record["open_step"] = {"t": record["t"], "seconds": opened, "overdue_after": limit, "ranks": rows}
         if seen := self._of(node, attempt.start):
             record["evidence"] = seen
         return record

@@ -28,7 +28,8 @@ LAYOUTS = {
     "tp2cp2dp2": Layout(tp=2, cp=2, dp=2),
     "cp4dp2": Layout(cp=4, dp=2),
 }
-PIPELINES = ("tp4pp2dp2", "tp2pp4dp2", "pp4dp4")
+PIPELINE_ONLY = "pp4dp4"  # without tensor parallel groups
+PIPELINES = ("tp4pp2dp2", "tp2pp4dp2", PIPELINE_ONLY)
 GROUPED = {
     "tp": ("tp4pp2dp2", "tp2pp4dp2"),
     "pp": PIPELINES,
@@ -43,8 +44,9 @@ class ParallelCase:
     """A job's layout, its disturbance by step, and the truth: what is wrong, with which ranks and communicator.
 
     The verdicts: none, rank, group (all ranks of a stage in one replica), stage (in all replicas), link, communication,
-    imbalance and missing. A verdict must name `ranks`, and no other rank. The communicator of a late or missing rank is
-    the finest one with collectives that it is in, because its peers there wait for it first.
+    imbalance, missing, and no suspect: a hang in which no rank need be named. A verdict must name `ranks`, and no other
+    rank. The communicator of a late or missing rank is the finest one with collectives that it is in, because its peers
+    there wait for it first.
     """
 
     kind: str
@@ -80,12 +82,22 @@ def _late(rng: random.Random, kind: str) -> ParallelCase:
 
 
 def _missing(rng: random.Random, kind: str) -> ParallelCase:
-    layout = LAYOUTS[rng.choice(GROUPED[kind])]
+    named = [name for name in GROUPED[kind] if name != PIPELINE_ONLY]
+    return _stopped(rng, f"missing in {kind}", kind, LAYOUTS[rng.choice(named)])
+
+
+def _missing_in_pipeline_only(rng: random.Random) -> ParallelCase:
+    """Draw a rank that stops where no group shows which one the others wait for in receives."""
+    job = _stopped(rng, "missing, no tp", "pp", LAYOUTS[PIPELINE_ONLY])
+    return replace(job, verdict="no suspect", communicator=None)
+
+
+def _stopped(rng: random.Random, name: str, kind: str, layout: Layout) -> ParallelCase:
     group = rng.choice(list(layout.communicators(kind)))
     rank = rng.choice(group.ranks)
     stops = {rank: rng.randrange(1, 2 * MICROBATCHES)}
     stopped = _noisy(Disturbance(stops=stops))
-    return ParallelCase(f"missing in {kind}", layout, stopped, "missing", frozenset({rank}), layout.finest(rank))
+    return ParallelCase(name, layout, stopped, "missing", frozenset({rank}), layout.finest(rank))
 
 
 def _two_late(rng: random.Random) -> ParallelCase:
@@ -152,6 +164,7 @@ KINDS: dict[str, Callable[[random.Random], ParallelCase]] = {
     "uneven pipeline": _uneven,
     "slow stage": _slow_stage,
     **{f"missing in {kind}": partial(_missing, kind=kind) for kind in GROUPED},
+    "missing, no tp": _missing_in_pipeline_only,
     "slow link": _slow_link,
     "whole leaf": _leaf,
     "storage jitter": _storage_jitter,

@@ -17,7 +17,7 @@ from statistics import fmean
 
 from flopwatch.verdicts import hangs, stragglers
 from flopwatch.verdicts.stragglers import StragglerVerdict
-from flopwatch.verdicts.waits import Communicator, Interval
+from flopwatch.verdicts.waits import POINT_TO_POINT, Communicator, Interval
 from simulator.parallel_cases import KINDS, LAYOUTS, ParallelCase, case, healthy
 from simulator.parallel_step import Layout, Step
 
@@ -85,7 +85,7 @@ def intervals(steps: Iterator[Step]) -> Iterator[Interval]:
 def judged(kind: str, seed: int) -> Outcome:
     """Return the outcome for the job of a kind and a seed."""
     job = case(kind, seed)
-    return _stopped(job, seed) if job.verdict == "missing" else _disturbed(job, seed)
+    return _stopped(job, seed) if job.verdict in ("missing", "no suspect") else _disturbed(job, seed)
 
 
 def _disturbed(job: ParallelCase, seed: int) -> Outcome:
@@ -113,14 +113,16 @@ def _stopped(job: ParallelCase, seed: int) -> Outcome:
     for group in _groups(job.layout):
         for rank in group.ranks:
             called[rank][group] = step.sequence[rank, group]
-    verdict = hangs.judge({rank: hangs.RankCalls(numbers, step.waits_in.get(rank)) for rank, numbers in called.items()})
-    right = set(verdict.ranks) == job.ranks
-    named = "missing" if verdict.ranks else "none"
-    return Outcome(named, right, not set(verdict.ranks) <= job.ranks, verdict.communicator == job.communicator, None)
+    verdict = hangs.judge({rank: hangs.RankState(called=numbers) for rank, numbers in called.items()})
+    named = {suspect.rank for suspect in verdict.suspects}
+    communicators = {suspect.communicator for suspect in verdict.suspects}
+    place_right = None if job.communicator is None else communicators == {job.communicator}
+    right = named == job.ranks or (job.verdict == "no suspect" and not named)
+    return Outcome("missing" if named else "no suspect", right, not named <= job.ranks, place_right, None)
 
 
 def _groups(layout: Layout) -> Iterator[Communicator]:
-    for kind in ("tp", "cp", "ep", "dp"):
+    for kind in ("tp", "cp", "ep", "dp", POINT_TO_POINT):
         yield from layout.communicators(kind)
 
 
@@ -148,7 +150,8 @@ def evaluate(seeds: int, first: int = 1, kinds: Sequence[str] = tuple(KINDS)) ->
             kind: pool.map(partial(judged, kind), range(first, first + seeds), chunksize=max(1, seeds // 8))
             for kind in kinds
         }
-        return [KindOutcomes(kind, bool(case(kind, first).ranks), list(outcomes)) for kind, outcomes in found.items()]
+        named = {kind for kind in kinds if (job := case(kind, first)).ranks and job.verdict != "no suspect"}
+        return [KindOutcomes(kind, kind in named, list(outcomes)) for kind, outcomes in found.items()]
 
 
 def table(rows: Sequence[KindOutcomes]) -> str:

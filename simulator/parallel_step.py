@@ -91,16 +91,12 @@ class Disturbance:
 
 @dataclass
 class Step:
-    """Result of a step: seconds, waits in seconds by rank and communicator, and sequence numbers by the same.
-
-    `waits_in` has the communicator in which a rank waits for ever.
-    """
+    """Result of a step: seconds, waits in seconds by rank and communicator, and sequence numbers by the same."""
 
     seconds: float
     waits: defaultdict[tuple[int, Communicator], float]
     sequence: defaultdict[tuple[int, Communicator], int]
     received: defaultdict[tuple[int, str], float]  # seconds of receives by rank and direction, forward or backward
-    waits_in: dict[int, Communicator]
 
 
 class _Pass(NamedTuple):
@@ -120,7 +116,7 @@ class _Simulation:
         self._now = [0.0] * layout.size
         self._passes = [0] * layout.size
         self._sent: dict[_Pass, list[float]] = {}
-        self._result = Step(0.0, defaultdict(float), defaultdict(int), defaultdict(float), {})
+        self._result = Step(0.0, defaultdict(float), defaultdict(int), defaultdict(float))
         self._groups = {kind: list(layout.communicators(kind)) for kind in TRANSFER}
 
     def run(self) -> Step:
@@ -197,5 +193,3 @@ class _Simulation:
             self._result.sequence[rank, group] += 1
         if isfinite(end):
             self._result.waits[rank, group] += end - self._now[rank]
-        elif isfinite(self._now[rank]):
-            self._result.waits_in[rank] = group

@@ -149,6 +149,7 @@ class SynchronousJob:
         self._lost_pushes = rng.randrange(RANKS), (since := rng.uniform(0, seconds)), since + rng.uniform(10, 40)
         self._noisy = {what: rng.randrange(RANKS) if rng.random() < 0.3 else None for what in ("xid", "flap")}
         self._failed = [[rng.random() < 0.005 for _ in self.scrapes] for _ in range(HOSTS)]
+        self._cards: dict[int, SeriesValues] = {}
         self.segments = list(self._run())
 
     def _run(self) -> Iterator[Segment]:
@@ -217,15 +218,14 @@ class SynchronousJob:
         for rank in range(RANKS):
             target = {"job": "flopwatch", "instance": self._instance(rank // PER_HOST)}
             found = self._rank(rank)
-            if self.has_cards:
-                found |= self._card(rank)
+            found |= self.card(rank)
             for (name, labels), values in found.items():
                 yield (name, {**target, **dict(labels)}), self._scraped(rank // PER_HOST, values)
         for host in range(HOSTS):
-            down = self._silence(host)
+            down = self.silence(host)
             yield ("up", {"job": "flopwatch", "instance": self._instance(host)}), [float(not failed) for failed in down]
 
-    def _silence(self, host: int) -> list[bool]:
+    def silence(self, host: int) -> list[bool]:
         """Return whether the scrape of a host fails, for each scrape in order of time."""
         dark = host in self.trouble.dark
         return [
@@ -240,7 +240,7 @@ class SynchronousJob:
         """
         scraped: Values = []
         there = False
-        for value, failed in zip(values, self._silence(host), strict=True):
+        for value, failed in zip(values, self.silence(host), strict=True):
             if value is None or failed:
                 scraped.append(STALE if there else None)
                 there = False
@@ -278,7 +278,7 @@ class SynchronousJob:
             while self.segments[at].end <= now:
                 totals.add(self.segments[at], rank, self.trouble, self._skews[rank // PER_HOST])
                 at += 1
-            samples = [*self._rank_samples(rank, t, now, totals, self.segments[at])]
+            samples = [*self.rank_samples(rank, t, now, totals, self.segments[at])]
             if rank == 0:
                 samples += self._run_samples(totals)
             for row, suffix, labels, value in samples:
@@ -305,7 +305,7 @@ class SynchronousJob:
         }
         return tuple((label, values[label]) for label in m.TRAINING_RANK_INFO.labels if values.get(label))
 
-    def _rank_samples(
+    def rank_samples(
         self, rank: int, t: float, now: float, totals: RankTotals, segment: Segment
     ) -> Iterator[RankSample]:
         """Yield the samples of a rank at scrape time `t`. Its newest push, at `now`, is in this segment."""
@@ -355,8 +355,15 @@ class SynchronousJob:
             le = "+Inf" if bound == inf else f"{bound:g}"
             yield m.TRAINING_STEP_DURATION_SECONDS, "_bucket", (*run, ("le", le)), float(below)
 
+    def card(self, rank: int) -> SeriesValues:
+        """Return the series of a rank's GPU and its network port, none if the job has no cards."""
+        if not self.has_cards:
+            return {}
+        if rank not in self._cards:
+            self._cards[rank] = self._card(rank)
+        return self._cards[rank]
+
     def _card(self, rank: int) -> SeriesValues:
-        """Return the series of a rank's GPU and its network port."""
         trouble, host, local = self.trouble, *divmod(rank, PER_HOST)
         shown = trouble.cards.get(rank, WELL)
         gpu = (("gpu", str(local)), ("uuid", self.uuid(rank)))
@@ -396,6 +403,7 @@ class SynchronousJob:
             put(m.GPU_PCIE_WIDTH_LANES, None if lost else float(shown.lanes if sick else 16))
             put(m.GPU_PCIE_WIDTH_MAX_LANES, None if lost else 16.0)
             put(m.GPU_TENSOR_ACTIVE_SECONDS_TOTAL, None if lost else tensor)
+            put(m.GPU_PROFILED_SECONDS_TOTAL, None if lost else t)
             for reason, seconds in held.items():
                 put(m.GPU_CLOCK_EVENT_SECONDS_TOTAL, None if lost else seconds, (*gpu, ("reason", reason)))
             if self._noisy["xid"] == rank:

@@ -31,8 +31,8 @@ STRAGGLING_HOST = (
     'max by (run, host) (rank:training_straggler:confirmed) and on (run) run_straggler_ratio{kind="host"} > 0'
 )
 ALERT = {"stragglers": "TrainingStraggler", "hangs": "TrainingHang"}
-RANK = {"stragglers": STRAGGLING_RANK, "hangs": "rank:training_hang:suspect"}
-HOST = {"stragglers": STRAGGLING_HOST, "hangs": "host:training_hang:suspect"}
+RANK = {"stragglers": STRAGGLING_RANK, "hangs": 'run_hang_suspect_ratio{rank!=""}'}
+HOST = {"stragglers": STRAGGLING_HOST, "hangs": 'run_hang_suspect_ratio{rank=""}'}
 TEXT_AT = {"stragglers": 780, "hangs": 555}  # seconds at which the alert text is read, before a silent rank is dropped
 MIN_RIGHT = 0.95  # required share of explained jobs of a kind
 
@@ -217,7 +217,7 @@ def _evaluate(
     series = [
         {"series": _series(name), "values": _notation(values)}
         for job in jobs
-        for name, values in (*job.series(), *(ledger_series(job) if scenario == "stragglers" else ()))
+        for name, values in (*job.series(), *ledger_series(job))
         if name[0] in read
     ]
     test = {

@@ -68,10 +68,9 @@ ALERTS: tuple[Alert, ...] = (
             )
         ),
     ),
-    # An exporter that only crashed stops no run. So the other ranks of the run must wait in an overdue step, or the
-    # ledger must report the run as down. The evidence is a minute without a step and two failed scrapes. `for` is
-    # shorter than that of TrainingHang, which is a consequence. The alerts that this one inhibits may be evaluated only
-    # once a minute, so `keep_firing_for` is two minutes.
+    # An exporter that only crashed stops no run. So the run must hang or be down, as the ledger reports it. `for` is
+    # not longer than that of TrainingHang, which is a consequence. The alerts that this one inhibits may be evaluated
+    # only once a minute, so `keep_firing_for` is two minutes.
     Alert(
         name="NodeLost",
         group="monitor",
@@ -86,7 +85,7 @@ ALERTS: tuple[Alert, ...] = (
                   and on (run)
                 (
                   (
-                    run:training_overdue_step_began_seconds:max
+                    max by (run) (run_hang_seconds)
                       or on (run)
                     max by (run) (last_over_time(run_state{state="down"}[<5m>])) == 1
                   )
@@ -121,7 +120,7 @@ ALERTS: tuple[Alert, ...] = (
                   and on (run)
                 (
                   (
-                    run:training_overdue_step_began_seconds:max
+                    max by (run) (run_hang_seconds)
                       or on (run)
                     max by (run) (last_over_time(run_state{state="down"}[<5m>])) == 1
                   )

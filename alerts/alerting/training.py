@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from alerts.alert import Alert
 from alerts.fragments import each_series
-from alerts.recording.hang import SIGNS
+from flopwatch.catalogue.hang_signs import HANG_SIGNS
 
 _HOST, _LINK = ('run_straggler_ratio{run=%[1]q,kind="' + kind + '"} > 0' for kind in ("host", "link"))
 _TRAINING_STRAGGLER = (
@@ -122,54 +122,52 @@ _TRAINING_STRAGGLER = (
     )
     + ".<owner>"
 )
+
+
+def _suspects(matchers: str = "") -> str:
+    """Return a query for the suspects of a hang of the run %[1]q."""
+    return f"run_hang_suspect_ratio{{run=%[1]q{',' * bool(matchers)}{matchers}}}"
+
+
+_GROUP = "{{ with .Labels.group }}, in its {{ . }} group{{ end }}{{ with .Labels.ranks }} of ranks {{ . }}{{ end }}"
 _TRAINING_HANG = (
-    "Run {{ $labels.run }} has finished no step for {{ $value | humanizeDuration }}. For <1m> it started no "
-    "collective, or its GPUs or its network showed no work."
+    "Run {{ $labels.run }} has finished no step for {{ $value | humanizeDuration }} and does no work."
     + "".join(
         each_series(
-            f'rank:training_hang:sign{{run=%[1]q,sign="{sign}"}} and on (rank) rank:training_hang:suspect{{run=%[1]q}}',
+            f"""max by (rank, host, group, ranks) ({_suspects(f'rank!="",signs=~"(.+,)?{sign}(,.+)?"')})""",
             "$labels.run",
-            " Rank {{ .Labels.rank }}{{ with .Labels.host }} on {{ . }}{{ end }} is " + text + ".",
-            by="rank",
+            " Rank {{ .Labels.rank }}{{ with .Labels.host }} on {{ . }}{{ end }} is "
+            + text
+            + _GROUP * (sign == "sequence")
+            + ".",
         )
-        for sign, text in SIGNS.items()
+        for sign, text in HANG_SIGNS.items()
     )
     + each_series(
-        "max by (rank, host, group, ranks) (run_hang_info{run=%q})",
+        f"""max by (host) ({_suspects('rank=""')})""",
         "$labels.run",
-        " The ledger names rank {{ .Labels.rank }} on {{ .Labels.host }}"
-        "{{ with .Labels.group }}, missing in its {{ . }} group{{ end }}"
-        "{{ with .Labels.ranks }}, ranks {{ . }}{{ end }}.",
-    )
-    + each_series(
-        "100 * rank:training_hang:suspect{run=%[1]q}",
-        "$labels.run",
-        each_series(
-            'topk(1, max by (uuid) (training_rank_info{run=%q,rank=%q,uuid!=""}))',
-            "$labels.run .Labels.rank",
-            " It runs on GPU"
-            + each_series("max by (gpu) (gpu_info{uuid=%q})", ".Labels.uuid", " {{ .Labels.gpu }}")
-            + " ({{ .Labels.uuid }}).",
-        )
-        + ' Confidence in this suspect is {{ printf "%.0f" .Value }} %.',
+        " The other ranks wait for those on {{ .Labels.host }}.",
     )
     + "".join(
         each_series(
-            f'count by (host) (rank:training_hang:sign{{run=%[1]q,sign="{sign}"}}'
-            " and on (host) host:training_hang:suspect{run=%[1]q})",
+            f"""max by (host) ({_suspects(f'rank="",signs=~"(.+,)?{sign}(,.+)?"')})""",
             "$labels.run",
-            " {{ .Value }} ranks on {{ .Labels.host }} are " + text + ".",
+            " They are " + text + ".",
         )
-        for sign, text in SIGNS.items()
+        for sign, text in HANG_SIGNS.items()
     )
     + each_series(
-        "100 * host:training_hang:suspect{run=%[1]q}",
+        f"""max by (rank, uuid) (
+          training_rank_info{{run=%[1]q,uuid!=""}} and on (rank) {_suspects('rank!=""')}
+        )""",
         "$labels.run",
-        ' Confidence in this suspect is {{ printf "%.0f" .Value }} %.',
+        " Rank {{ .Labels.rank }} runs on GPU"
+        + each_series("max by (gpu) (gpu_info{uuid=%q})", ".Labels.uuid", " {{ .Labels.gpu }}")
+        + " ({{ .Labels.uuid }}).",
     )
+    + each_series(f"100 * max({_suspects()})", "$labels.run", ' Confidence is {{ printf "%.0f" .Value }} %.')
     + each_series(
-        "run:training_overdue_step_began_seconds:max{run=%[1]q} unless on () rank:training_hang:suspect{run=%[1]q} "
-        "unless on () host:training_hang:suspect{run=%[1]q}",
+        "max(run_hang_seconds{run=%[1]q}) unless on () run_hang_suspect_ratio{run=%[1]q}",
         "$labels.run",
         " No suspect was found.",
     )
@@ -233,45 +231,16 @@ ALERTS: tuple[Alert, ...] = (
         summary="Rank or host slows the training run",
         description=_TRAINING_STRAGGLER,
     ),
-    # Two signs are needed. First, a step is overdue and no rank finishes one. Second, no known activity of the run
-    # continues. No collective started, tensor cores are below 1 %, power is below 60 % of the last hour's, or rails are
-    # below 10 % of their traffic. The limits are above 0 because GPUs spin in a collective without computing, and
-    # because keep-alives continue. Rails under 1 MB/s are not compared. The expression already covers a minute of both
-    # signs. `for` is longer than that of NodeLost, which is then sent in place of this alert. A job that hangs is ended
-    # and may be down for longer than `keep_firing_for`, so a page continues while the run is down.
+    # The ledger is certain of a hang before it reports one. `for` is not shorter than that of NodeLost, which is then
+    # sent in place of this alert. A job that hangs is ended and may be down for longer than `keep_firing_for`, so a
+    # page continues while the run is down.
     Alert(
         name="TrainingHang",
         group="training",
         severity="critical",
         identity=("run",),
         expr="""
-            time()
-              -
-            (
-              run:training_overdue_step_began_seconds:max and on (run) run:training_step:max_rate1m > 0.5
-                and on (run)
-              (
-                run:training_collective_started:bool_1m == 0
-                  or on (run)
-                run:gpu_tensor_active:max_rate1m < 0.01 and on (run) run:gpu_tensor_active:known == 1
-                  or on (run)
-                (
-                  run:gpu_power:share_of_1h < 0.6 and on (run) run:gpu_power:known == 1
-                    or on (run)
-                  run:infiniband_transmit_bytes:max_rate1m
-                    <
-                  0.1 * (max by (run) (max_over_time(rail:infiniband_transmit_bytes:rate5m[<1h>])) > 1000000)
-                    unless on (run)
-                  run:gpu_power:share_of_1h
-                )
-                  unless on (run)
-                run:training_collective_started:bool_1m
-                  unless on (run)
-                run:gpu_tensor_active:known == 1
-              )
-                unless on (run)
-              run:gpu_tensor_active:min_rate1m >= 0.01
-            )
+            max by (run) (run_hang_seconds)
               and on (run)
             group by (run) (run:training_page:bool)
               or
@@ -281,7 +250,7 @@ ALERTS: tuple[Alert, ...] = (
               and on (run)
             max by (run) (last_over_time(run_state{state="down"}[<5m>])) == 1
         """,
-        for_="1m",
+        for_="30s",
         keep_firing_for="15m",
         summary="Training run hangs in a step",
         description=_TRAINING_HANG,
@@ -291,36 +260,8 @@ ALERTS: tuple[Alert, ...] = (
         group="training",
         severity="warning",
         identity=("run",),
-        expr="""
-            time()
-              -
-            (
-              run:training_overdue_step_began_seconds:max and on (run) run:training_step:max_rate1m > 0.5
-                and on (run)
-              (
-                run:training_collective_started:bool_1m == 0
-                  or on (run)
-                run:gpu_tensor_active:max_rate1m < 0.01 and on (run) run:gpu_tensor_active:known == 1
-                  or on (run)
-                (
-                  run:gpu_power:share_of_1h < 0.6 and on (run) run:gpu_power:known == 1
-                    or on (run)
-                  run:infiniband_transmit_bytes:max_rate1m
-                    <
-                  0.1 * (max by (run) (max_over_time(rail:infiniband_transmit_bytes:rate5m[<1h>])) > 1000000)
-                    unless on (run)
-                  run:gpu_power:share_of_1h
-                )
-                  unless on (run)
-                run:training_collective_started:bool_1m
-                  unless on (run)
-                run:gpu_tensor_active:known == 1
-              )
-                unless on (run)
-              run:gpu_tensor_active:min_rate1m >= 0.01
-            )
-        """,
-        for_="1m",
+        expr="max by (run) (run_hang_seconds)",
+        for_="30s",
         keep_firing_for="15m",
         summary="Training run hangs in a step",
         description=_TRAINING_HANG,

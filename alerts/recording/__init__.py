@@ -7,11 +7,10 @@ sides of a ratio are summed before they are divided. docs/records.md lists the r
 
 from __future__ import annotations
 
-from alerts.recording import fabric, fleet, gpu, hang, ledger, training
+from alerts.recording import fabric, fleet, gpu, ledger, training
 from alerts.recording.fabric import *  # noqa: F403
 from alerts.recording.fleet import *  # noqa: F403
 from alerts.recording.gpu import *  # noqa: F403
-from alerts.recording.hang import *  # noqa: F403
 from alerts.recording.ledger import *  # noqa: F403
 from alerts.recording.record import EVERY as EVERY
 from alerts.recording.record import Record as Record
@@ -19,7 +18,7 @@ from alerts.recording.training import *  # noqa: F403
 from alerts.settings import AlertSettings
 
 # In the order in which they build on each other.
-DOMAINS = (training, hang, gpu, fabric, ledger, fleet)
+DOMAINS = (training, gpu, fabric, ledger, fleet)
 
 
 def records(settings: AlertSettings) -> tuple[Record, ...]:

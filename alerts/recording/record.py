@@ -11,7 +11,6 @@ from alerts.template import fill
 # Scrape intervals between two evaluations of a group. Groups that are not listed are evaluated at each scrape. A rule
 # with a window of a week needs no four evaluations a minute. No interval may exceed Prometheus' lookback of 5 min.
 EVERY: Mapping[str, int] = {
-    "verdict": 2,
     "place": 4,
     "windows": 4,
     "rails": 4,

@@ -537,6 +537,46 @@ def test_sxids_of_several_switches_are_one_entry_with_the_latest_time() -> None:
     assert entries_after(samples) == [{"kind": "sxid", "t": START - 5, "count": 4, "detail": "12020"}]
 
 
+@pytest.mark.parametrize(
+    ("xid", "broken"), [("79", True), ("48", True), ("94", False), ("31", False), ("9999", False), ("x", False)]
+)
+def test_a_gpu_is_broken_by_a_critical_or_fatal_xid(xid: str, broken: bool) -> None:
+    evidence_log = EvidenceLog(lambda: START)
+    evidence_log.observe([(m.GPU_XID_LAST_TIMESTAMP_SECONDS, ("0", "GPU-a", xid), START - 5)])
+    assert evidence_log.broken_gpus(START - 5) == ({"GPU-a"} if broken else set())
+    assert evidence_log.broken_gpus(START - 4) == set()
+
+
+def test_a_link_is_down_from_an_event_until_its_port_is_up_again() -> None:
+    def state(device: str, value: float) -> Sample:
+        return m.INFINIBAND_PORT_STATE_ID, (device, "1"), value
+
+    evidence_log = EvidenceLog(lambda: START)
+    down = []
+    for first, second in ((1, 4), (1, 4), (4, 4), (1, 4), (1, 1), (4, 1), (4, 5)):
+        evidence_log.observe([state("mlx5_0", first), state("mlx5_1", second)])
+        down.append(evidence_log.link_down)
+    assert down == [False, False, False, True, True, True, False]  # the first port was not up at first
+
+
+def test_a_link_that_is_down_is_so_after_a_restart() -> None:
+    before, after = EvidenceLog(lambda: START), EvidenceLog(lambda: START + 60)
+    for value in (4, 1):
+        before.observe([port(m.INFINIBAND_PORT_STATE_ID, value)])
+    after.restore(json.loads(json.dumps(before.state())))
+    assert after.link_down
+    after.observe([ACTIVE])
+    assert not after.link_down
+
+
+def test_a_gpu_of_the_simulated_node_that_is_lost_is_missing_in_the_activity(node: Node) -> None:
+    assert node.evidence_log.activity.lost == set()
+    node.lose(3)
+    node.scrape()
+    assert node.evidence_log.activity.lost == {GPU}
+    assert node.evidence_log.activity.since(OTHER_GPU, 0) is not None
+
+
 def test_samples_of_any_kind_cost_neither_the_scrape_nor_what_is_known() -> None:
     evidence_log = EvidenceLog(lambda: START)
     evidence_log.observe([(m.GPU_XID_LAST_TIMESTAMP_SECONDS, ("0", "GPU-a", "79"), START)])

@@ -15,7 +15,7 @@ import pytest
 
 import flopwatch as package
 from alerts import AlertSettings, rules
-from alerts.recording import fleet, hang, ledger, training
+from alerts.recording import fleet, ledger, training
 from bench import sizing as size
 from bench.pages import GPUS, PORTS
 from bench.size import MAX_ERROR, RUN, PageSource, SizeMeasurement, compared, extended, measure, source
@@ -30,13 +30,8 @@ from tests.support.rule_files import seconds
 pytestmark = [pytest.mark.long, pytest.mark.alone]
 
 TARGETS, SECONDS, PACE = 64, 30.0, 8.0
-# Recorded of a week in hours only, of an hour in parts of it, or while ranks are new.
-LATE = {
-    training.STRAGGLER_LOST_7D: "run",
-    ledger.STRAGGLER_SECONDS_7D: "run",
-    fleet.FLEET_GOODPUT_7D: "whole",
-    hang.POWER_SHARE: "run",
-}
+# Recorded of a week in hours only, or while ranks are new.
+LATE = {training.STRAGGLER_LOST_7D: "run", ledger.STRAGGLER_SECONDS_7D: "run", fleet.FLEET_GOODPUT_7D: "whole"}
 
 
 def lines(page: str) -> list[str]:

@@ -56,10 +56,9 @@ SAMPLE, NEW = 4.0, 10.0
 SCRAPE = SETTINGS.scrape_interval / PACE
 
 # Known differences, explained in docs/compatibility.md. VictoriaMetrics takes a counter that begins below ten, or so,
-# for one that began at 0, and while a rank moves to another node counts it twice. The difference of two instants is a
-# scrape more or less, 5 % of five minutes. Some means have the beginning of their series in the window all the time.
-# What is read at full hours is here read once, if at all, and what that comes to is a matter of when each server had
-# last evaluated it; it is held against its rule test, which lasts for days.
+# for one that began at 0, and while a rank moves to another node counts it twice. Some means have the beginning of
+# their series in the window all the time. What is read at full hours is here read once, if at all, and what that comes
+# to is a matter of when each server had last evaluated it; it is held against its rule test, which lasts for days.
 FROM_ZERO = {
     "GpuEccUncorrected",
     "GpuPcieErrors",
@@ -68,15 +67,13 @@ FROM_ZERO = {
     "NvlinkErrors",
     "TrainingRestartStorm",
 }
-NOT_COMPARED = re.compile(
-    r"run:training_declared_seconds:delta5m|run:training_straggler_lost:ratio_\d[hd]|run:run_straggler_lost_seconds:.+"
-)
+NOT_COMPARED = re.compile(r"run:training_straggler_lost:ratio_\d[hd]|run:run_straggler_lost_seconds:.+")
 HOURLY = re.compile(rf"\[\w+:{SETTINGS.at_pace(3600)}\]")
 # Runs with a rank that moves; the mean of an hour remembers the move.
 MOVES = re.compile(r'run="recording_training0-lm"|"run:training_mfu:ratio_1h",run="recording0-lm"')
-# A run that is large for two scrapes, six seconds here, and one whose step is overdue for almost as long as an alert
-# waits. An evaluation at another moment, or after a stall, sees something else.
-BRIEF = re.compile(r'run="(TrainingHang6-grown|NodeLost1-blip)"')
+# A run that is large for two scrapes, six seconds here, and one that hangs for almost as long as an alert waits. An
+# evaluation at another moment, or after a stall, sees something else.
+BRIEF = re.compile(r'run="(TrainingHang3-grown|NodeLost1-blip)"')
 
 ERRORS = re.compile(r"(prometheus_rule_evaluation_failures|vmalert_(recording|alerting)_rules_errors)_total.* [^0]\S*$")
 # How long evaluations took, and how many a busy server left out.

@@ -101,69 +101,6 @@ BROKEN = [
     # A run without a failure has no time to failure.
     (recording.FLEET_MTTF, "> 0", ">= 0"),
     (recording.MTTF, "> 0", ">= 0"),
-    # A sign that most ranks show points at no rank, and signs that contradict each other name no rank.
-    (recording.SUSPECT_HOST, "0.5 * (max by (run) (training_world_size)", "1 * (max by (run) (training_world_size)"),
-    (recording.SUSPECT_RANK, "/ on (run, sign) group_left ()", "* on (run, sign) group_left ()"),
-    (recording.SUSPECT_RANK, "> 0.5", "> 0.4"),
-    (recording.SUSPECT_HOST, "> 1)", "> 0)"),
-    (recording.SUSPECT_HOST, f"unless on (run) {recording.SUSPECT_RANK}", ""),
-    # A scrape that fails, and a rank that went longer ago than one looks back.
-    (recording.GONE, "last_over_time(training_rank_info[1m])", "training_rank_info"),
-    (recording.GONE, f"or on (run, rank) last_over_time({recording.GONE}[5m])", ""),
-    # A run that is young, and a rank that was somewhere else.
-    (recording.GONE, "last_over_time(training_rank_info[3m]) or on (run, rank)", ""),
-    (recording.GONE, "last_over_time(training_rank_info[3m])", "last_over_time(training_rank_info[5m])"),
-    (
-        recording.GONE,
-        f"last_over_time({recording.GONE}[5m]) or on (run, rank) training_rank_info offset 5m",
-        f"training_rank_info offset 5m or on (run, rank) last_over_time({recording.GONE}[5m])",
-    ),
-    # A rank that starts again where it was.
-    (recording.DECLARED, "offset 5m) >= 0 or", "offset 5m) or"),
-    # What one rank, card or port does of several, and what is not known of each.
-    (recording.STEPPING, '{activity="step"}', ""),
-    (recording.STEPPING, "max by (run) (", "min by (run) ("),
-    (recording.COLLECTIVES, "max by (run) (", "min by (run) ("),
-    (recording.TENSOR_MOST, "max by (run) (", "min by (run) ("),
-    (recording.TENSOR_LEAST, "min by (run) (", "max by (run) ("),
-    (recording.TENSOR_KNOWN, "(group by (run, rank) (training_rank_info))", '(training_rank_info{uuid!=""})'),
-    (recording.POWER_KNOWN, "(group by (run, rank) (training_rank_info))", '(training_rank_info{uuid!=""})'),
-    (recording.POWER_SHARE, "[1h:5m]", "[1m]"),
-    (recording.POWER_SHARE, "avg by (run) (", "min by (run) ("),
-    (recording.SENT, "max by (run) (", "min by (run) ("),
-    # What cards do that wait, where none works; a program's Xid; a port that never was up.
-    (
-        recording.SIGN,
-        "group_left () max by (uuid) (gpu_utilization_ratio)) > 0.5",
-        "group_left () max by (uuid) (gpu_utilization_ratio)) >= 0",
-    ),
-    (recording.SIGN, 'and on (instance, xid) gpu_xid_info{severity=~"critical|fatal"}', ""),
-    (recording.SIGN, "and on (instance, device, port) port:infiniband_was_active:bool", ""),
-    (
-        recording.SIGN,
-        f"max by (run, rank, host) (training_rank_info and on (run) {recording.OVERDUE_STEP})",
-        "max by (run, rank, host) (training_rank_info)",
-    ),
-    # A slow disk, a silence that is explained, cards that all compute, and a card that another run uses.
-    (
-        recording.SIGN,
-        "unless on (run, rank) max by (run, rank) (host_process_blocked_seconds) > 30",
-        "unless on (run, rank) max by (run, rank) (host_process_blocked_seconds) > 29",
-    ),
-    (
-        recording.SIGN,
-        "label_replace(group by (run, rank) (max by (run, rank) (host_process_blocked_seconds) > 30)",
-        "label_replace(group by (run, rank) (max by (run, rank) (host_process_blocked_seconds) > 29)",
-    ),
-    (recording.SIGN, "> 0.5 * gpu_power_limit_watts", "> 0.4 * gpu_power_limit_watts"),
-    (recording.SIGN, "1.5 * quantile", "0.9 * quantile"),
-    (recording.SIGN, "unless on (run, rank) max by (run, rank) (host_process_blocked_seconds) > 30", ""),
-    (
-        recording.SIGN,
-        "unless on (uuid) (count by (uuid) (group by (run, uuid) (training_rank_info and on (uuid) "
-        f"(training_rank_info and on (run) {recording.OVERDUE_STEP}))) > 1)",
-        "",
-    ),
     # A scrape that fails, and a rank that is gone for longer.
     (recording.WAIT, "last_over_time(training_measured_steps_total[1m])", "training_measured_steps_total"),
     (

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from flopwatch.catalogue.ranks import ranks_of
-from flopwatch.verdicts.hangs import RankCalls, judge
+from flopwatch.verdicts.hangs import RankState, judge
 from flopwatch.verdicts.waits import Communicator
 from tests.support import parallel_job, ranks
 from tests.support.hook_server import HookServer, Push
@@ -63,13 +63,13 @@ def hanging(request: pytest.FixtureRequest) -> Iterator[tuple[str, HookServer]]:
                 process.communicate()
 
 
-def calls(push: Push) -> RankCalls:
+def calls(push: Push) -> RankState:
     found = {}
     for name, value in push.samples.items():
         if name.startswith("training_group_sequence_number{"):
             labels = dict(re.findall(r"(\w+)=([^{}]*?)(?=,\w+=|\})", name))
             found[Communicator(labels["group"], ranks_of(labels["ranks"]))] = int(value)
-    return RankCalls(found)
+    return RankState(called=found)
 
 
 def test_the_rank_that_stops_is_named_in_its_group(hanging: tuple[str, HookServer]) -> None:
@@ -86,10 +86,11 @@ def test_the_rank_that_stops_is_named_in_its_group(hanging: tuple[str, HookServe
 
     until(lambda: all(map(stands_still, range(parallel_job.SIZE))))
     verdict = judge({rank: calls(pushes(rank)[-1]) for rank in range(parallel_job.SIZE)})
-    assert verdict.ranks == (STOPS,)
+    (named,) = verdict.suspects
+    assert named.rank == STOPS
     # Its tensor parallel peer goes on to the next microbatch or step, and waits for it there.
-    named = verdict.communicator
-    assert named is not None
-    assert named.kind in {"tp", kind} - {"pp"}
-    key = parallel_job.MEMBERS[named.kind]
-    assert named.ranks == tuple(rank for rank in range(parallel_job.SIZE) if key(rank) == key(STOPS))
+    group = named.communicator
+    assert group is not None
+    assert group.kind in {"tp", kind} - {"pp"}
+    key = parallel_job.MEMBERS[group.kind]
+    assert group.ranks == tuple(rank for rank in range(parallel_job.SIZE) if key(rank) == key(STOPS))

@@ -51,11 +51,15 @@ RUN_STRAGGLER_UNAVAILABLE = gauge("run_straggler_unavailable", "1 with the reaso
 RUN_WHATIF_STEP_SECONDS = gauge("run_whatif_step_seconds", "Seconds that a step would take if so many of the late "
     "ranks computed as fast as their peers, and for 0 those it takes now. Absent without a late rank, and with a "
     "pipeline.", (*RUN, "mended"), "flopwatch.verdicts.whatif")
-RUN_OVERDUE_SECONDS = gauge("run_overdue_seconds", "Age of the run's open step while that is over 15 s and over five "
-    "times the 99th percentile of its steps on all hosts, else absent.", RUN, "flopwatch.ledger.hangs")
-RUN_HANG_INFO = info("run_hang_info", "Ranks that the others wait for in an overdue step, at most eight, with their "
-    "host, and kind and ranks of the finest process group in which they have called fewer collectives.",
-    (*RUN, "rank", "host", "group", "ranks"), "flopwatch.verdicts.hangs")
+RUN_HANG_SECONDS = gauge("run_hang_seconds", "Age of the run's open step while the run hangs: the step is over 15 s "
+    "old and over five times the 99th percentile of its steps on all hosts, and no rank calls a collective or, where "
+    "these are not counted, no GPU works. Else absent.", RUN, "flopwatch.ledger.hangs")
+RUN_HANG_SUSPECT_RATIO = gauge("run_hang_suspect_ratio", "Share of the votes of a hang's signs for the rank, or "
+    "without a rank for the host, that the others wait for: at most eight. With its signs, and kind and ranks of the "
+    "finest process group in which it has called fewer collectives.",
+    (*RUN, "rank", "host", "group", "ranks", "signs"), "flopwatch.verdicts.hangs")
+RUN_HANG_SIGN_RANKS = gauge("run_hang_sign_ranks", "Number of ranks that a sign points at while the run hangs: gone, "
+    "silent, blocked, data, sequence, gpu, idle, computing, link.", (*RUN, "sign"), "flopwatch.verdicts.hangs")
 RUN_ATTEMPT_CONFLICT = gauge("run_attempt_conflict", "1 while two attempts report under the name of this run. The "
     "attempt that started later counts.", RUN, "flopwatch.ledger.run")
 RUN_HIGH_WATER_STEPS = gauge("run_high_water_steps", "Highest step the run ever completed.", RUN,

@@ -1,8 +1,8 @@
-"""Hangs of a run: how long its step is overdue, and the ranks that the others wait for (`flopwatch.verdicts.hangs`).
+"""Hangs of a run: for how long it has been standing still, and the rank or host that the others wait for.
 
 A step is overdue once it is open on all nodes for over 15 s, and five times the 99th percentile of the run's steps. The
-collectives that ranks have called are compared once all nodes have reported them since then, because in a hang they
-rise no more.
+run hangs if its ranks also call no further collectives. Where these are not counted, its GPUs must be idle
+(`flopwatch.verdicts.hangs`).
 """
 
 from __future__ import annotations
@@ -13,72 +13,132 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING
 
-from flopwatch.catalogue.ranks import all_ranks_text
-from flopwatch.ledger.record import LedgerRecord, RankCall
+from flopwatch.catalogue.ranks import all_ranks_text, count_of, ranks_of
+from flopwatch.ledger.attempt import ReportingNode
+from flopwatch.ledger.record import LedgerRecord, OpenStep
 from flopwatch.ledger.reporters import Reporters
+from flopwatch.verdicts.overdue import overdue_after
 
 if TYPE_CHECKING:  # numpy takes memory that an exporter without runs need not have
-    from flopwatch.verdicts.hangs import HangVerdict
+    from flopwatch.verdicts.hangs import HangVerdict, RankState
     from flopwatch.verdicts.waits import Communicator
 
 log = logging.getLogger(__name__)
 
-CHECK_EVERY = 2.0  # seconds between two judgements
+STILL_FOR = 4.0  # seconds in which a node's ranks call no collective, two pushes
+GONE_AFTER = 40.0  # seconds without a record of a node while the others stand still: two records were due
+MANY, CHECK_EVERY = 64, 2.0  # nodes from which on a run is judged once in so many seconds, because records come often
+ENDED = ("gone", "failed")  # ends of a node whose ranks the others may wait for
+
+Numbers = tuple[tuple[float | None, tuple[float, ...]], ...]
+
+
+@dataclass
+class LateNode:
+    """Overdue step of a node as it last reported it, and since when its ranks have called no further collective."""
+
+    step: OpenStep
+    received: float
+    numbers: Numbers
+    still_since: float
 
 
 @dataclass
 class Hangs:
-    """Overdue step of one run, None while no step is, and the verdict on it. `communicator` makes one from its text."""
+    """Hang of one run: `seconds` without a step (None: it does not hang), and the verdict on it.
+
+    `communicator` makes one from its kind, its ranks and the number of the run's ranks.
+    """
 
     reporters: Reporters
     communicator: Callable[[str, str, int], Communicator]
-    overdue: float | None = None  # seconds that the step is open
+    seconds: float | None = None
     verdict: HangVerdict | None = None
-    hosts: dict[int, str] = field(default_factory=dict)  # node of each rank
     _p99: float | None = None
-    _calls: dict[str, tuple[RankCall, ...]] = field(default_factory=dict)  # by source, since the step is overdue
+    _late: dict[str, LateNode] = field(default_factory=dict)  # by source
+    _ranks: dict[str, str] = field(default_factory=dict)  # text of the ranks of each source
     _checked: float = -inf
 
-    def take(self, record: LedgerRecord) -> None:
-        """Take a record of the current attempt, and judge the run if its step is overdue."""
+    def take(self, record: LedgerRecord, received: float) -> None:
+        """Take a record of the current attempt, received at Unix time `received`, and judge the run."""
         self._p99 = record.step_p99 if record.step_p99 is not None else self._p99
-        if (record.open_step_seconds or 0.0) < self._limit() or record.end is not None:
-            self.overdue, self.verdict = None, None
-            self._calls.clear()
+        if record.ranks:
+            self._ranks[record.source] = record.ranks
+        step = record.open_step
+        if step is None or record.status is not None:
+            self._late.pop(record.source, None)
+            self.seconds, self.verdict = None, None
             return
-        self._calls[record.source] = record.calls
-        if record.t < self._checked + CHECK_EVERY and self.overdue is not None:
+        self._note(record.source, step, received)
+        if len(self.reporters.nodes) > MANY and self._checked <= received < self._checked + CHECK_EVERY:
             return
-        self._checked = record.t
+        self._checked = received
         try:
-            self._judge()
+            self._judge(received)
         except Exception:
             # The accounting of the run must go on.
             log.exception("hang not judged")
-            self.verdict = None
+            self.seconds, self.verdict = None, None
 
-    def _limit(self) -> float:
-        """Return the seconds after which an open step is overdue, infinite before the run has made steps."""
-        if self._p99 is None:
-            return inf
-        from flopwatch.verdicts.hangs import overdue_after
+    def _note(self, source: str, step: OpenStep, received: float) -> None:
+        numbers = tuple((row.default, tuple(number for *_, number in row.groups)) for row in step.ranks)
+        before = self._late.get(source)
+        if before is not None and step.t < before.step.t:
+            return
+        goes_on = before is not None and before.numbers == numbers and step.seconds >= before.step.seconds
+        since = before.still_since if before is not None and goes_on else received
+        self._late[source] = LateNode(step, received, numbers, since)
 
-        return overdue_after(self._p99)
-
-    def _judge(self) -> None:
+    def _judge(self, now: float) -> None:
         from flopwatch.verdicts import hangs
 
-        live = {name: node for name, node in self.reporters.nodes.items() if node.end is None}
-        if not live.keys() <= self._calls.keys():
-            return  # a node that has not reported yet may have gone on
-        self.overdue = min(node.open_step for node in live.values()) if live else None
-        rows = {call.rank: call for name in live for call in self._calls[name]}
-        self.hosts = {call.rank: name for name in live for call in self._calls[name]}
-        whole = all_ranks_text(len(rows))
-        ranks = {}
-        for rank, row in rows.items():
-            called = {self.communicator(kind, text, len(rows)): int(number) for kind, text, number in row.groups}
+        self.seconds, before, self.verdict = None, self.verdict, None
+        states: dict[int, RankState] = {}
+        opened, still = inf, list[bool]()
+        whole = max(
+            sum(count_of(self._ranks[name]) for name in self.reporters.nodes if name in self._ranks),
+            sum(len(late.step.ranks) for late in self._late.values()),
+        )
+        for name, node in self.reporters.nodes.items():
+            late = self._late.get(name)
+            if late is not None and late.received >= now - GONE_AFTER:
+                if late.step.seconds < self._limit(late.step):
+                    return
+                opened = min(opened, late.step.seconds)
+                if any(default is not None or groups for default, groups in late.numbers):
+                    still.append(late.received - late.still_since >= STILL_FOR)
+                states |= self._states(name, late.step, whole)
+            elif self._is_gone(node, now):
+                states |= dict.fromkeys(self._own(name), hangs.RankState(name, signs=("gone",)))
+            elif node.end is None:
+                return  # it has not reported since then, and may have gone on
+        ranks = states.values()
+        if opened == inf or hangs.does_work(ranks, still=all(still) if still else None):
+            return
+        self.seconds = opened
+        self.verdict = hangs.judge(states)
+        if before is None or before.suspects != self.verdict.suspects:
+            log.info("hang seconds=%.0f suspects=%s", opened, [one[:2] for one in self.verdict.suspects])
+
+    def _limit(self, step: OpenStep) -> float:
+        """Return the seconds after which the open step is overdue, by the run's steps or else by the node's."""
+        return overdue_after(self._p99) if self._p99 is not None else step.overdue_after
+
+    def _is_gone(self, node: ReportingNode, now: float) -> bool:
+        return node.end in ENDED or (node.end is None and node.heard < now - GONE_AFTER)
+
+    def _own(self, source: str) -> tuple[int, ...]:
+        return ranks_of(self._ranks[source]) if source in self._ranks else ()
+
+    def _states(self, source: str, step: OpenStep, whole: int) -> dict[int, RankState]:
+        """Return what is known of the ranks of a late node, of `whole` ranks of the run."""
+        from flopwatch.verdicts import hangs
+
+        states = {}
+        for row in step.ranks:
+            called = {self.communicator(kind, text, whole): int(number) for kind, text, number in row.groups}
             if row.default is not None:
-                called[self.communicator("world", whole, len(rows))] = int(row.default)
-            ranks[rank] = hangs.RankCalls(called, None, row.signs)
-        self.verdict = hangs.judge(ranks)
+                called[self.communicator("world", all_ranks_text(whole), whole)] = int(row.default)
+            gpu = hangs.GpuLoad(*row.gpu) if row.gpu is not None else None
+            states[row.rank] = hangs.RankState(source, called, row.signs, gpu)
+        return states

@@ -4,7 +4,8 @@
      "activity_seconds": {activity: seconds}, "open_step_seconds", "step", "committed_step", "restored_step",
      "rank", "gpus", "model_flops", "peak_flops", "started", "submitted", "status", "gone", "pid", "overlaps",
      "waits": [[rank, place, started, steps, seconds, wait, tokens, [[group, ranks, wait]]]],
-     "step_p99", "calls": [[rank, default, [[group, ranks, called]], [sign]]],
+     "ranks", "step_p99", "open_step": {"t", "seconds", "overdue_after",
+                   "ranks": [[rank, default, [[group, ranks, called]], [sign], [utilization, power, usual, tensor]]]},
      "evidence": [{"kind", "t", "count", "gpu", "port", "rank", "detail"}]}
 
 Required are t, run and event, and attempt for a start or snapshot. A finish without attempt ends the current attempt.
@@ -12,9 +13,11 @@ Required are t, run and event, and attempt for a start or snapshot. A finish wit
 attempt of the run is live on the host. `activity_seconds` and `model_flops` are cumulative for one process, the host's
 lowest live rank. `step` of a start is the step restored from a checkpoint. `waits` has cumulative seconds of each rank,
 and is absent unless all ranks of the host are measured. Its last field, which may be absent, has the wait in each
-process group, by the group's kind and ranks (`flopwatch.catalogue.ranks`). `calls` has the collectives that each rank
-has called in the default process group and in others, and signs of its process. It is absent unless the open step is
-old. `evidence` has what the host observed: its count so far and the time of the last. Unknown fields are ignored.
+process group, by the group's kind and ranks (`flopwatch.catalogue.ranks`). `ranks` is the text of the host's ranks.
+`open_step` is absent unless the open step is late. It has the time of the report, for how long the step is open, the
+collectives that each rank has called in the default process group and in others, and its signs and GPU
+(`flopwatch.verdicts.hangs`). `evidence` has what the host observed: its count so far and the time of the last. Unknown
+fields are ignored.
 """
 
 from __future__ import annotations
@@ -42,6 +45,7 @@ _MAX_NUMBER = 1e30
 _MAX_RANKS = 64
 _MAX_PLACE_LENGTH = 64
 _MAX_GROUPS, _MAX_SIGNS = 16, 8  # of a rank
+_CALL_FIELDS, _GPU_FIELDS = 5, 4
 _MAX_DELAY = 300.0  # seconds: evidence after an attempt's last report is sent with that report
 _MAX_TEXT_LENGTHS = {"kind": 64, "gpu": 128, "port": 128, "detail": 200}  # of evidence; longer text is cut
 
@@ -65,12 +69,25 @@ class RankWait(NamedTuple):
 
 
 class RankCall(NamedTuple):
-    """Collectives that a rank has called: in the default process group, None if unknown, and by kind and ranks."""
+    """Collectives that a rank has called: in the default process group, None if unknown, and by kind and ranks.
+
+    `signs` and `gpu` are those of `flopwatch.verdicts.hangs`.
+    """
 
     rank: int
     default: float | None
     groups: tuple[tuple[str, str, float], ...]
     signs: tuple[str, ...]
+    gpu: tuple[float | None, ...] | None = None
+
+
+class OpenStep(NamedTuple):
+    """Late step of a host as of Unix time `t`: for how long it is open, after how long it is overdue, and its ranks."""
+
+    t: float
+    seconds: float
+    overdue_after: float
+    ranks: tuple[RankCall, ...]
 
 
 class RecordError(ValueError):
@@ -103,7 +120,8 @@ class LedgerRecord:
     waits: tuple[RankWait, ...] | None = None
     evidence: tuple[Evidence, ...] = ()
     step_p99: float | None = None
-    calls: tuple[RankCall, ...] = ()
+    ranks: str = ""
+    open_step: OpenStep | None = None
     pid: bool = False
     overlaps: bool = False
 
@@ -139,7 +157,8 @@ class LedgerRecord:
         numbers["restored_step"] = _number(line, "step" if start else "restored_step")
         numbers |= {name: _number(line, name) for name in _NUMBERS}
         waits, evidence = _waits(line.get("waits")), _evidence(line.get("evidence"), stamp, source)
-        parts: dict[str, Any] = {"waits": waits, "evidence": evidence, "calls": _calls(line.get("calls")), **numbers}
+        parts: dict[str, Any] = {"waits": waits, "evidence": evidence, **numbers}
+        parts |= {"ranks": _ranks(line), "open_step": _open_step(line.get("open_step"))}
         parts |= {flag: line.get(flag) is True for flag in ("pid", "overlaps")}
         return cls(stamp, run, tenant, attempt, source, event, status, gone, activity, **parts)
 
@@ -237,24 +256,47 @@ def _waits(value: object) -> tuple[RankWait, ...] | None:
     return tuple(waits)
 
 
-def _calls(value: object) -> tuple[RankCall, ...]:
+def _ranks(line: Mapping[str, Any]) -> str:
+    text = _text(line, "ranks")
+    try:
+        if text and (len(text) > MAX_LENGTH or count_of(text) > _MAX_RANKS):
+            raise ValueError(f"not the text of at most {_MAX_RANKS} ranks")
+    except ValueError as error:
+        raise RecordError(f"ranks: {error}") from None
+    return text
+
+
+def _open_step(value: object) -> OpenStep | None:
     if value is None:
-        return ()
-    if not isinstance(value, list) or len(value) > _MAX_RANKS:
-        raise RecordError(f"calls: not a list of at most {_MAX_RANKS} ranks")
-    calls = []
-    for number, item in enumerate(value, 1):
-        if not isinstance(item, list) or len(item) != 4 or not isinstance(item[3], list) or len(item[3]) > _MAX_SIGNS:
-            raise RecordError(f"calls {number}: not [rank, default, groups, signs]")
-        try:
-            rank, default = _number({"rank": item[0]}, "rank"), _number({"default": item[1]}, "default")
-            signs = tuple(_text({"sign": sign}, "sign") for sign in item[3])
-        except RecordError as error:
-            raise RecordError(f"calls {number}: {error}") from None
-        if rank is None or not all(sign.isidentifier() for sign in signs):
-            raise RecordError(f"calls {number}: {'rank: missing' if rank is None else 'a sign is not a word'}")
-        calls.append(RankCall(int(rank), default, _groups(item[2], f"calls {number}"), signs))
-    return tuple(calls)
+        return None
+    if not isinstance(value, Mapping) or not isinstance(rows := value.get("ranks"), list) or len(rows) > _MAX_RANKS:
+        raise RecordError(f"open_step: not an object with at most {_MAX_RANKS} ranks")
+    try:
+        t = _number(value, "t", signed=True)
+        seconds, limit = _number(value, "seconds"), _number(value, "overdue_after")
+        if t is None or seconds is None or limit is None:
+            raise RecordError("a number is missing")
+        ranks = tuple(_rank_call(row) for row in rows)
+    except RecordError as error:
+        raise RecordError(f"open_step: {error}") from None
+    return OpenStep(t, seconds, limit, ranks)
+
+
+def _rank_call(item: object) -> RankCall:
+    if not isinstance(item, list) or len(item) != _CALL_FIELDS or not isinstance(item[3], list):
+        raise RecordError("a rank is not [rank, default, groups, signs, gpu]")
+    rank, default = _number({"rank": item[0]}, "rank"), _number({"default": item[1]}, "default")
+    if rank is None:
+        raise RecordError("rank: missing")
+    signs = tuple(_text({"sign": sign}, "sign") for sign in item[3])
+    if len(signs) > _MAX_SIGNS or not all(sign.isidentifier() for sign in signs):
+        raise RecordError(f"rank {rank:g}: signs: not at most {_MAX_SIGNS} words")
+    gpu = item[4]
+    if gpu is not None:
+        if not isinstance(gpu, list) or len(gpu) != _GPU_FIELDS:
+            raise RecordError(f"rank {rank:g}: gpu: not [utilization, power, usual, tensor]")
+        gpu = tuple(_number({"gpu": number}, "gpu") for number in gpu)
+    return RankCall(int(rank), default, _groups(item[2], f"rank {rank:g}"), signs, gpu)
 
 
 def _groups(value: object, where: str) -> tuple[tuple[str, str, float], ...]:

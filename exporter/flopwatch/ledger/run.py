@@ -177,6 +177,7 @@ class RunLedger:
     def _observe(self, record: LedgerRecord, received: float) -> None:
         """Store a record as its node's last report, and move the frontier if it is the node whose time is followed."""
         node = self.reporters.observe(record, received)
+        self.hangs.take(record, received)
         if node is None:
             return
         attempt, name = self.reporters.current, record.source
@@ -189,7 +190,6 @@ class RunLedger:
             attempt.leader = name
             self._follow(node)
         self.stragglers.judge(record.t, self.buckets.gpu_seconds["productive"])
-        self.hangs.take(record)
         if record.committed_step is not None:
             self.buckets.commit(record.committed_step, record.t)
 

@@ -84,13 +84,17 @@ def _add_stragglers(stragglers: Stragglers, add: Callable[..., None]) -> None:
 
 
 def _add_hang(hangs: Hangs, add: Callable[..., None]) -> None:
-    """Add the age of an overdue step, and the ranks that the others wait for."""
-    add(m.RUN_OVERDUE_SECONDS, hangs.overdue)
-    verdict = hangs.verdict
-    for rank in () if verdict is None or hangs.overdue is None else verdict.ranks[:MAX_SUSPECTS]:
-        group = verdict.communicator if verdict is not None else None
+    """Add for how long a run has been hanging, its signs, and the rank or host that the others wait for."""
+    add(m.RUN_HANG_SECONDS, hangs.seconds)
+    if hangs.verdict is None:
+        return
+    for sign, pointed in hangs.verdict.signs.items():
+        add(m.RUN_HANG_SIGN_RANKS, float(len(pointed)), sign)
+    for one in hangs.verdict.suspects[:MAX_SUSPECTS]:
+        group = one.communicator
         kind, ranks = ("", "") if group is None else (group.kind, ranks_text(group.ranks) or "")
-        add(m.RUN_HANG_INFO, 1.0, str(rank), hangs.hosts.get(rank, ""), kind, ranks)
+        rank = "" if one.rank is None else str(one.rank)
+        add(m.RUN_HANG_SUSPECT_RATIO, one.share, rank, one.host, kind, ranks, ",".join(one.signs))
 
 
 def summary(run: RunLedger, at: float | None = None) -> dict[str, Any]:

@@ -1,66 +1,166 @@
-"""Hangs: the rank that the others wait for, by the operations that each rank has called.
+"""Hangs: whether a run with an overdue step does no work, and the rank or host that the others wait for.
 
 A rank that stops has called fewer operations of a communicator than its peers there, and waits in none itself. In the
 coarser communicators all ranks that wait for it are behind too, so the finest communicator with a difference counts.
 The numbers of a pipeline's sends and receives differ between its stages and are not compared.
+
+Each sign has one vote, split among the ranks it points at. A sign that points at more than half of the ranks counts for
+none of them and casts doubt on the other signs. GPU activity is compared with the same GPU's past and with that of the
+other ranks, because a GPU that waits in NCCL is busy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from statistics import median
+from typing import NamedTuple
 
+from flopwatch.catalogue.hang_signs import HANG_SIGNS
 from flopwatch.verdicts.waits import POINT_TO_POINT, Communicator
 
-OVERDUE_SECONDS, OVERDUE_STEPS = 15.0, 5.0  # a step is overdue after so many seconds, and times the 99th percentile
+DOUBT = 0.2  # of a vote
+CERTAIN = 0.5  # share of the votes above which a suspect is named
+FEW = 2  # ranks that are missing and all are named; more may wait for one of them in a group that is not counted
+IDLE, BUSY = 0.01, 0.5  # utilization
+COMPUTES, TIMES_MEDIAN = 0.5, 1.5  # power as a share of the limit, and of the median of the ranks
+NO_TENSOR, LOW_POWER = 0.01, 0.6  # share of the time with active tensor cores, and of the usual power
+
+
+class GpuLoad(NamedTuple):
+    """What a rank's GPU did in the open step. A number that is not read is None.
+
+    These are its highest utilization, its lowest power as a share of the limit, its highest power as a share of the
+    last hour's, and the share of the time with active tensor cores.
+    """
+
+    utilization: float | None
+    power: float | None
+    usual: float | None
+    tensor: float | None
 
 
 @dataclass(frozen=True, slots=True)
-class RankCalls:
-    """Operations that a rank has called by communicator, where it waits now, and signs of its process and host.
+class RankState:
+    """A rank in an overdue step: its host, operations it has called by communicator, signs (HANG_SIGNS) and GPU."""
 
-    Signs are words such as "its process is gone", the strongest first.
+    host: str = ""
+    called: Mapping[Communicator, int] = field(default_factory=dict)
+    signs: tuple[str, ...] = ()
+    gpu: GpuLoad | None = None
+
+
+class HangSuspect(NamedTuple):
+    """Rank that the others wait for, or all ranks of a host (`rank` is None), with its share of the votes.
+
+    `communicator` is the finest one in which it is missing, None if it is missing in none.
     """
 
-    called: Mapping[Communicator, int]
-    waits_in: Communicator | None = None
-    signs: tuple[str, ...] = ()
+    rank: int | None
+    host: str
+    share: float
+    signs: tuple[str, ...]
+    communicator: Communicator | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class HangVerdict:
-    """Ranks that the others wait for, and the finest communicator where they are behind. `why`: no rank is named."""
+    """Suspects, best first, and the ranks that each sign points at. `why`: no suspect was found."""
 
-    ranks: tuple[int, ...] = ()
-    communicator: Communicator | None = None
-    signs: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    suspects: tuple[HangSuspect, ...] = ()
+    signs: Mapping[str, frozenset[int]] = field(default_factory=dict)
     why: str = ""
 
 
-def overdue_after(p99: float) -> float:
-    """Return the seconds after which an open step is overdue. `p99` is the 99th percentile of its run's steps, in s."""
-    return max(OVERDUE_SECONDS, OVERDUE_STEPS * p99)
+def does_work(ranks: Iterable[RankState], *, still: bool | None) -> bool:
+    """Return whether a run with an overdue step still does work, as far as is known.
+
+    `still` is whether the ranks call no further operations, None if these are not counted.
+    """
+    gpus = [rank.gpu for rank in ranks if not {"gone", "gpu"} & set(rank.signs)]
+    tensor = [gpu.tensor for gpu in gpus if gpu is not None and gpu.tensor is not None]
+    every = bool(gpus) and len(tensor) == len(gpus)
+    if every and min(tensor) >= NO_TENSOR:
+        return True
+    if still is not None:
+        return not still
+    if every:
+        return max(tensor) >= NO_TENSOR
+    power = [gpu.usual for gpu in gpus if gpu is not None and gpu.usual is not None]
+    return not (gpus and len(power) == len(gpus) and sum(power) < LOW_POWER * len(power))
 
 
-def judge(ranks: Mapping[int, RankCalls]) -> HangVerdict:
-    """Return the verdict on a run with an overdue step."""
+def judge(ranks: Mapping[int, RankState]) -> HangVerdict:
+    """Return the verdict on a run with an overdue step that does no work."""
+    missing = _missing({rank: state.called for rank, state in ranks.items()})
+    signs = {sign: frozenset(rank for rank, state in ranks.items() if sign in state.signs) for sign in HANG_SIGNS}
+    signs |= {"sequence": frozenset(missing), **_of_gpus(ranks)}
+    signs = {sign: pointed for sign, pointed in signs.items() if pointed}
+    votes: dict[int, float] = {}
+    for pointed in signs.values():
+        if len(pointed) <= len(ranks) / 2:
+            for rank in pointed:
+                votes[rank] = votes.get(rank, 0.0) + 1 / len(pointed) / (len(signs) + DOUBT)
+    named = [rank for rank in sorted(votes) if votes[rank] > CERTAIN]
+    # In a pipeline, one of them may wait for the other in a receive.
+    paired = any(group.kind == POINT_TO_POINT for state in ranks.values() for group in state.called)
+    if not named and signs.keys() == {"sequence"} and len(missing) <= FEW and not paired:
+        named = sorted(missing.keys() & votes.keys())
+    suspects = [
+        HangSuspect(rank, ranks[rank].host, votes[rank], _signs_of({rank}, signs), missing.get(rank)) for rank in named
+    ]
+    if not named:
+        suspects = _hosts(ranks, votes, signs)
+    why = "" if suspects else "the signs point at no rank or host" if signs else "no sign points at a rank"
+    return HangVerdict(tuple(suspects), signs, why)
+
+
+def _missing(called: Mapping[int, Mapping[Communicator, int]]) -> dict[int, Communicator]:
+    """Return the ranks that the others wait for, with the finest communicator in which they are behind."""
     behind: dict[int, Communicator] = {}
-    waiting = {rank for rank, calls in ranks.items() if calls.waits_in is not None}
-    groups = {group for calls in ranks.values() for group in calls.called if group.kind != POINT_TO_POINT}
+    waiting = set()
+    groups = {group for calls in called.values() for group in calls if group.kind != POINT_TO_POINT}
     for group in sorted(groups, key=lambda group: group.order):
-        called = {rank: ranks[rank].called[group] for rank in group.ranks if group in ranks[rank].called}
-        for rank, number in called.items():
-            if number < max(called.values()):
+        numbers = {rank: called[rank][group] for rank in group.ranks if group in called.get(rank, {})}
+        for rank, number in numbers.items():
+            if number < max(numbers.values()):
                 behind.setdefault(rank, group)
-            if number > min(called.values()):
+            if number > min(numbers.values()):
                 waiting.add(rank)
-    signs = {rank: calls.signs for rank, calls in ranks.items() if calls.signs}
     suspects = {rank: group for rank, group in behind.items() if rank not in waiting}
-    if not suspects:
-        why = "each rank waits for another" if behind else "all ranks have called the same operations"
-        return HangVerdict(signs=signs, why=why)
-    finest = min(group.fineness for group in suspects.values())
-    missing = {rank: group for rank, group in suspects.items() if group.fineness == finest}
-    marked = {rank: group for rank, group in missing.items() if rank in signs}
-    named = marked if len(missing) > 1 and marked else missing
-    return HangVerdict(tuple(sorted(named)), named[min(named)], signs)
+    finest = min((group.fineness for group in suspects.values()), default=0)
+    return {rank: group for rank, group in suspects.items() if group.fineness == finest}
+
+
+def _of_gpus(ranks: Mapping[int, RankState]) -> dict[str, frozenset[int]]:
+    """Return the ranks whose GPU alone is idle, and whose GPU alone computes."""
+    gpus = {rank: state.gpu for rank, state in ranks.items() if state.gpu is not None}
+    busy = {rank: gpu.utilization for rank, gpu in gpus.items() if gpu.utilization is not None}
+    power = {rank: gpu.power for rank, gpu in gpus.items() if gpu.power is not None}
+    most_busy = bool(busy) and median(busy.values()) > BUSY
+    idle = {rank for rank, share in busy.items() if most_busy and share < IDLE}
+    usual = TIMES_MEDIAN * median(power.values()) if power else 0.0
+    computing = {rank for rank, share in power.items() if share > COMPUTES and share > usual}
+    return {"idle": frozenset(idle), "computing": frozenset(computing)}
+
+
+def _signs_of(ranks: set[int], signs: Mapping[str, frozenset[int]]) -> tuple[str, ...]:
+    """Return the signs that point at all of these ranks, in the order of HANG_SIGNS."""
+    return tuple(sign for sign in HANG_SIGNS if ranks <= signs.get(sign, frozenset()))
+
+
+def _hosts(
+    ranks: Mapping[int, RankState], votes: Mapping[int, float], signs: Mapping[str, frozenset[int]]
+) -> list[HangSuspect]:
+    """Return the host whose ranks together have most of the votes, if the run has several hosts."""
+    of_host: dict[str, set[int]] = {}
+    for rank, state in ranks.items():
+        of_host.setdefault(state.host, set()).add(rank)
+    shares = {host: sum(votes.get(rank, 0.0) for rank in own) for host, own in of_host.items() if host}
+    if len(of_host) < 2:
+        return []
+    return [
+        HangSuspect(None, host, share, _signs_of({rank for rank in of_host[host] if rank in votes}, signs))
+        for host, share in sorted(shares.items())
+        if share > CERTAIN
+    ]

@@ -14,6 +14,7 @@ from tests.support.histories import Line
 
 HOSTS, PER_HOST, EVERY, P99 = ("h0", "h1"), 4, 15.0, 1.2
 STOPPED = 60.0  # when the last step began
+LIMIT = 15.0
 Verdict = tuple[float | None, set[tuple[str, ...]]]
 
 
@@ -36,8 +37,9 @@ def numbers(missing: int | None = None, kind: str = "") -> dict[int, dict[str, f
 
 
 def lines(called: dict[int, dict[str, float]], until: float, **change: Any) -> list[Line]:
-    """Return the records of two hosts that stop in a step at STOPPED. `change` has other signs or silent hosts."""
+    """Return the records of two hosts that stop in a step at STOPPED. `change` has signs, GPUs or silent hosts."""
     signs, silent, p99 = change.get("signs", {}), change.get("silent", ()), change.get("p99", P99)
+    gpus, goes_on = change.get("gpus", {}), change.get("goes_on", 0.0)
     records: list[Line] = []
     for turn in range(1, int(until / EVERY) + 1):
         for number, host in enumerate(HOSTS):
@@ -49,62 +51,74 @@ def lines(called: dict[int, dict[str, float]], until: float, **change: Any) -> l
             line: Line = {"t": t, "run": "r", "attempt": "a", "source": host, "event": "snapshot", "started": 0.0}
             line |= {"rank": ranks[0], "gpus": PER_HOST, "step": int(min(t, STOPPED)), "activity_seconds": {"step": t}}
             line |= {"open_step_seconds": open_step, "step_p99": p99 if number == 0 else None}
-            if open_step >= 10:
-                line["calls"] = [
+            line["ranks"] = f"{ranks[0]}-{ranks[-1]}"
+            if open_step >= 0.6 * LIMIT:
+                rows = [
                     [
                         rank,
-                        called[rank]["default"],
-                        [[*name.split(" "), value] for name, value in called[rank].items() if name != "default"],
+                        called[rank].get("default"),
+                        [
+                            [*name.split(" "), value + goes_on * t]
+                            for name, value in called[rank].items()
+                            if name != "default"
+                        ],
                         signs.get(rank, []),
+                        gpus.get(rank),
                     ]
                     for rank in ranks
                 ]
+                line["open_step"] = {"t": t, "seconds": open_step, "overdue_after": LIMIT, "ranks": rows}
             records.append(line)
     return records
 
 
 def verdict(records: list[Line]) -> Verdict:
+    """Return for how long the run hangs, and the suspects as rank, host, group, its ranks, and signs."""
     ledger = Ledger()
     for line in records:
         ledger.apply(line)
     run = ledger.runs["", "r"]
-    overdue, named = None, set()
+    seconds, named = None, set()
     for row, labels, value in views.families(run, run.reporters.last):
-        if row is m.RUN_OVERDUE_SECONDS:
-            overdue = value
-        elif row is m.RUN_HANG_INFO:
+        if row is m.RUN_HANG_SECONDS:
+            seconds = value
+        elif row is m.RUN_HANG_SUSPECT_RATIO:
             named.add(labels[2:])
-    return overdue, named
+    return seconds, named
 
 
 @pytest.mark.parametrize(
     ("kind", "group"), [("tp", "4,5"), ("dp", "1-7:2"), ("default", "0-7")], ids=lambda text: text.partition(":")[0]
 )
-def test_the_missing_rank_is_named_in_its_group_once_all_hosts_are_overdue(kind: str, group: str) -> None:
-    called = numbers(5, kind)
-    before = lines(called, 75)[:-1]
-    assert verdict(before) == (None, set())  # the second host has not reported since the step is overdue
-    overdue, named = verdict(lines(called, 75))
-    assert overdue == 15
-    assert named == {("5", "h1", "world" if kind == "default" else kind, group)}
+def test_the_missing_rank_is_named_in_its_group_once_all_hosts_stand_still(kind: str, group: str) -> None:
+    records = lines(numbers(5, kind), 90)
+    assert verdict(records[:-1]) == (None, set())  # the second host has called collectives since its last record
+    seconds, named = verdict(records)
+    assert seconds == 30
+    assert named == {("5", "h1", "world" if kind == "default" else kind, group, "sequence")}
 
 
-def test_no_rank_is_named_without_a_difference_or_while_a_host_has_not_reported() -> None:
+def test_no_rank_is_named_without_a_difference_and_no_run_hangs_that_calls_collectives() -> None:
     assert verdict(lines(numbers(), 120)) == (60, set())
-    assert verdict(lines(numbers(5, "tp"), 120, silent=("h0",))) == (None, set())
+    assert verdict(lines(numbers(5, "tp"), 120, goes_on=1.0)) == (None, set())
 
 
-def test_a_run_that_has_made_no_step_is_not_overdue_and_a_long_step_is_later() -> None:
-    called = numbers(5, "tp")
-    assert verdict(lines(called, 120, p99=None)) == (None, set())
-    assert verdict(lines(called, 120, p99=14.0)) == (None, set())
-    assert verdict(lines(called, 150, p99=14.0))[1] != set()
+def test_a_host_without_a_record_may_have_gone_on_and_is_named_after_40_seconds() -> None:
+    assert verdict(lines(numbers(), 90, silent=("h1",))) == (None, set())
+    assert verdict(lines(numbers(), 120, silent=("h1",))) == (60, {("", "h1", "", "", "gone")})
 
 
-def test_a_step_that_ends_after_all_ends_the_verdict() -> None:
+@pytest.mark.parametrize("p99", [P99, None])
+def test_a_run_is_overdue_by_its_steps_or_else_by_those_of_the_host(p99: float | None) -> None:
+    assert verdict(lines(numbers(5, "tp"), 120, p99=p99))[0] == 60
+    assert verdict(lines(numbers(5, "tp"), 120, p99=14.0)) == (None, set())
+    assert verdict(lines(numbers(5, "tp"), 150, p99=14.0))[1] != set()
+
+
+def test_a_step_that_ends_on_one_host_ends_the_verdict() -> None:
     records = lines(numbers(5, "tp"), 120)
     t = records[-1]["t"] + 5
-    ended = {**records[-1], "t": t, "open_step_seconds": 1.0, "activity_seconds": {"step": t}}
+    ended = {**records[-1], "t": t, "open_step_seconds": 1.0, "activity_seconds": {"step": t}, "open_step": None}
     assert verdict(records)[1] != set()
     assert verdict([*records, ended]) == (None, set())
 
@@ -116,19 +130,76 @@ def test_of_two_ranks_that_are_missing_the_one_with_a_sign_is_named() -> None:
     assert {rank for rank, *_ in verdict(lines(called, 120, signs={2: ["blocked"]}))[1]} == {"2"}
 
 
+LOW = [1.0, 0.3, 0.4, None]  # power, of the usual
+WAITS, COMPUTES, IDLE = [1.0, 0.3, 0.4, 0.0], [1.0, 0.9, 1.0, 0.5], [0.0, 0.1, 0.2, 0.0]
+BLIND = [1.0, 0.3, 0.7, None]
+
+
 @pytest.mark.parametrize(
-    ("calls", "message"),
+    ("gpus", "hangs"),
     [
-        ({}, "calls: not a list of at most 64 ranks"),
-        ([[0, 1, []]], "calls 1: not [rank, default, groups, signs]"),
-        ([[None, 1, [], []]], "calls 1: rank: missing"),
-        ([[0, -1, [], []]], "calls 1: default: -1 is negative"),
-        ([[0, 1, [["tp", "0-", 1]], []]], "calls 1: group: '0-' is not a rank, nor a range such as 0-3 or 1-29:4"),
-        ([[0, 1, [], ["is gone"]]], "calls 1: a sign is not a word"),
-        ([[0, 1, [], ["x"] * 9]], "calls 1: not [rank, default, groups, signs]"),
+        (dict.fromkeys(range(8), WAITS), True),
+        (dict.fromkeys(range(8), COMPUTES), False),
+        (dict.fromkeys(range(8), LOW), True),
+        (dict.fromkeys(range(8), BLIND), False),
+        (dict.fromkeys(range(7), WAITS), False),  # one is not known
+        ({}, False),
+    ],
+    ids=["wait", "compute", "power", "usual power", "one unknown", "unknown"],
+)
+def test_where_collectives_are_not_counted_the_gpus_tell_whether_a_run_hangs(
+    gpus: dict[int, list[float | None]], hangs: bool
+) -> None:
+    nothing: dict[int, dict[str, float]] = {rank: {} for rank in range(8)}
+    assert verdict(lines(nothing, 120, gpus=gpus)) == (60 if hangs else None, set())
+
+
+def test_a_step_in_which_all_gpus_compute_is_long_and_does_not_hang() -> None:
+    computing = dict.fromkeys(range(8), COMPUTES)
+    assert verdict(lines(numbers(5, "tp"), 120, gpus=computing)) == (None, set())
+    assert verdict(lines(numbers(5, "tp"), 120, gpus={**computing, 5: IDLE}))[0] == 60
+
+
+@pytest.mark.parametrize(("odd", "sign"), [(IDLE, "idle"), (COMPUTES, "computing")], ids=["idle", "computing"])
+def test_a_gpu_unlike_the_others_names_its_rank(odd: list[float | None], sign: str) -> None:
+    found = verdict(lines(numbers(), 120, gpus={**dict.fromkeys(range(8), WAITS), 6: odd}))
+    assert found == (60, {("6", "h1", "", "", sign)})
+
+
+def test_signs_that_point_at_different_ranks_name_none_and_at_one_host_name_it() -> None:
+    assert verdict(lines(numbers(), 120, signs={2: ["data"], 5: ["blocked"]})) == (60, set())
+    down = {rank: ["link"] for rank in range(4, 8)}
+    assert verdict(lines(numbers(), 120, signs=down)) == (60, {("", "h1", "", "", "link")})
+    everywhere = {rank: ["data"] for rank in range(5)}
+    assert verdict(lines(numbers(), 120, signs=everywhere)) == (60, set())
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ({}, "open_step: not an object with at most 64 ranks"),
+        ([[0, 1, [], []]], "open_step: a rank is not [rank, default, groups, signs, gpu]"),
+        ([[None, 1, [], [], None]], "open_step: rank: missing"),
+        ([[0, -1, [], [], None]], "open_step: default: -1 is negative"),
+        (
+            [[0, 1, [["tp", "0-", 1]], [], None]],
+            "open_step: rank 0: group: '0-' is not a rank, nor a range such as 0-3 or 1-29:4",
+        ),
+        ([[0, 1, [], ["is gone"], None]], "open_step: rank 0: signs: not at most 8 words"),
+        ([[0, 1, [], ["x"] * 9, None]], "open_step: rank 0: signs: not at most 8 words"),
+        ([[0, 1, [], [], [1.0]]], "open_step: rank 0: gpu: not [utilization, power, usual, tensor]"),
+        ([[0, 1, [], [], [1.0, "x", None, None]]], "open_step: gpu: 'x' is not a finite number"),
     ],
 )
-def test_calls_that_cannot_be_are_refused(calls: object, message: str) -> None:
+def test_an_open_step_that_cannot_be_is_refused(rows: object, message: str) -> None:
+    opened = {"t": 15.0, "seconds": 10.0, "overdue_after": 15.0, "ranks": rows}
     with pytest.raises(RecordError) as error:
-        LedgerRecord.parse(lines(numbers(), 15.0)[0] | {"calls": calls})
+        LedgerRecord.parse(lines(numbers(), 15.0)[0] | {"open_step": opened})
     assert str(error.value) == message
+
+
+def test_ranks_of_a_host_that_cannot_be_are_refused() -> None:
+    with pytest.raises(RecordError, match="ranks: not the text of at most 64 ranks"):
+        LedgerRecord.parse(lines(numbers(), 15.0)[0] | {"ranks": "0-64"})
+    with pytest.raises(RecordError, match="open_step: a number is missing"):
+        LedgerRecord.parse(lines(numbers(), 15.0)[0] | {"open_step": {"t": 1.0, "seconds": 1.0, "ranks": []}})

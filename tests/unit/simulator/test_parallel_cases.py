@@ -34,7 +34,7 @@ def test_a_late_rank_waits_least_in_its_group_and_makes_steps_longer(kind: str) 
             assert min(waits, key=waits.__getitem__) == rank
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.startswith("missing")])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.startswith("missing in")])
 def test_a_missing_rank_is_ahead_of_no_peer_and_the_step_does_not_end(kind: str) -> None:
     for seed in SEEDS:
         missing = case(kind, seed)

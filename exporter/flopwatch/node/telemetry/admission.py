@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from flopwatch.node.telemetry.evidence import EventCount
+from flopwatch.node.telemetry.open_step import StepClock
 from flopwatch.node.telemetry.otlp import Push, Refused
 from flopwatch.node.telemetry.process_exit import ProcessWatch, pids, process_alive
 
@@ -33,6 +34,7 @@ class Rank:
     push: Push
     received: float  # on the monotonic clock
     lead: float  # of the wall clock over the monotonic clock at the process's first push
+    step: StepClock
     end: str | None = None  # finished, gone, replaced or silent
     ended_at: float = 0.0  # Unix time
     refused: EventCount | None = None  # allocations that CUDA refused

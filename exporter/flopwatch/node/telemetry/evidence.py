@@ -10,11 +10,13 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from flopwatch import catalogue as m
 from flopwatch.catalogue import Metric, Sample
+from flopwatch.catalogue.xid import xids
+from flopwatch.node.telemetry.open_step import GpuActivity
 from flopwatch.node.telemetry.otlp import Push
 
 log = logging.getLogger(__name__)
@@ -100,8 +102,9 @@ class RankEnd(NamedTuple):
 class EvidenceLog:
     """Store of the events that the samples of all scrapes showed."""
 
-    def __init__(self, now: Callable[[], float] = time.time) -> None:
+    def __init__(self, now: Callable[[], float] = time.time, activity: GpuActivity | None = None) -> None:
         self._now = now
+        self.activity = activity if activity is not None else GpuActivity()
         self._lock = threading.Lock()
         self._events: dict[EvidencePlace, EventCount] = {}
         self._killed: dict[int, float] = {}
@@ -110,9 +113,10 @@ class EvidenceLog:
         self._looked = 0.0
         self._failing = False
 
-    def observe(self, samples: Iterable[Sample]) -> None:
+    def observe(self, samples: Sequence[Sample]) -> None:
         """Extract events from the samples of a scrape. Never raises."""
         try:
+            self.activity.observe(samples)
             with self._lock:
                 self._observe([sample for sample in samples if sample[0].name in _LOOKED_AT])
         except Exception:
@@ -142,6 +146,24 @@ class EvidenceLog:
             }
             for place, event in recent[:MAX_HOST_ENTRIES]
         ]
+
+    def broken_gpus(self, since: float) -> set[str]:
+        """Return the UUIDs of the GPUs with a critical or fatal Xid since then, in Unix time."""
+        with self._lock:
+            return {
+                place.gpu
+                for place, event in self._events.items()
+                if place.kind == "xid" and event.t >= since and _severity(place.detail) in ("critical", "fatal")
+            }
+
+    @property
+    def link_down(self) -> bool:
+        """Whether a port of the host has gone down and is down still."""
+        with self._lock:
+            fell = [tuple(place.port.split(":")) for place in self._events if place.kind == "link_down" and place.port]
+            states = (m.INFINIBAND_PORT_PRESENT.name, m.INFINIBAND_PORT_STATE_ID.name)
+            last = ((name, self._before.get((name, port))) for name in states for port in fell)
+            return any(value is not None and not _STATES[name][1](value) for name, value in last)
 
     def state(self) -> dict[str, Any]:
         """Return the JSON state for `restore`."""
@@ -250,6 +272,11 @@ class EvidenceLog:
         self._events[place] = event
         while len(self._events) > MAX_PLACES:
             del self._events[min(self._events, key=lambda one: self._events[one].t)]
+
+
+def _severity(xid: str) -> str:
+    meaning = xids().get(int(xid)) if xid.isdecimal() else None
+    return "" if meaning is None else meaning.severity
 
 
 def _owner(row: Metric, labels: tuple[str, ...]) -> tuple[str, ...]:

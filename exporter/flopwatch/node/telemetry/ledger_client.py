@@ -33,6 +33,9 @@ URL_INTERVAL = 15.0  # the same for a remote ledger, on the mean: it serves thou
 # Range of the factor on that. The first request is at a random time, and regular ones let the ledger judge all hosts of
 # a run in intervals of about the same length.
 SPREAD = (0.9, 1.1)
+URGENT = 1.0  # seconds within which a change is sent that an incident may begin with, and a tick
+URGENT_KINDS = ("xid", "sxid", "gpu_missing", "link_down", "host_oom", "exception", "signal", "exit", "oom", "pid_gone")
+AGAIN = 5.0  # seconds after which an overdue step is sent once more, to show whether its ranks call collectives
 URL_BACKOFF_MAX = 60.0
 URL_TIMEOUT = 5.0
 STOP_TIMEOUT = 0.5
@@ -105,7 +108,10 @@ class Embedded:
 
 
 class Remote:
-    """Client of a remote ledger. Per run, this host sends about one request in `interval` seconds, at random times."""
+    """Client of a remote ledger. Per run, this host sends about one request in `interval` seconds, at random times.
+
+    A change that an incident may begin with is sent at once: a step becomes overdue, a process ends, an Xid, a port.
+    """
 
     def __init__(
         self,
@@ -123,6 +129,7 @@ class Remote:
         self._spool, self._outcomes = spool, outcomes
         self._interval, self._clock = interval, clock
         self._next: dict[tuple[str, str], float] = {}
+        self._states: dict[AttemptKey, object] = {}  # last ones of attempts
         self._backoff = 0.0
         self._retry_at = 0.0
         self.pending = self._spooled()
@@ -138,6 +145,12 @@ class Remote:
             records = [*before, {**last, "evidence": entries}]
         self.pending[key] = records
         self._next.setdefault(key[:2], self._clock() + random.uniform(0, self._interval))
+        state = urgent_state(records[-1])
+        last_state, self._states[key] = self._states.pop(key, state), state
+        while len(self._states) > MAX_PENDING:
+            del self._states[next(iter(self._states))]
+        if last_state != state:
+            self._next[key[:2]] = min(self._next[key[:2]], self._clock() + random.uniform(0, URGENT))
         if self._backoff > 0 or "status" in records[-1] or "gone" in records[-1]:
             self._write(key)
         while len(self.pending) > MAX_PENDING:
@@ -240,6 +253,21 @@ class Remote:
             self._path(key).unlink(missing_ok=True)
         except OSError as error:
             log.error("spool file not deleted error=%r", str(error))
+
+
+def urgent_state(record: Record) -> object:
+    """Return what the ledger should know at once: how late a step is, signs of ranks, and parts that broke."""
+    late, stage, signs = record.get("open_step"), 0, []
+    if late is not None and late["seconds"] >= late["overdue_after"]:
+        seconds, limit = late["seconds"], late["overdue_after"]
+        stage = 1 + sum(seconds >= bound for bound in (limit + AGAIN, 2 * limit, 3 * limit))
+        signs = [(row[0], *row[3]) for row in late["ranks"] if row[3]]
+    broken = {
+        tuple(entry.get(name) for name in ("kind", "gpu", "port", "rank", "detail"))
+        for entry in record.get("evidence", [])
+        if entry["kind"] in URGENT_KINDS
+    }
+    return stage, signs, broken, record.get("gone", False)
 
 
 class Forward:

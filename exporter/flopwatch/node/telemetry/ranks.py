@@ -20,12 +20,14 @@ from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportM
 
 from flopwatch import catalogue as m
 from flopwatch.catalogue import Metric, Sample
+from flopwatch.catalogue.ranks import ranks_text
 from flopwatch.ledger.attribution import PLANNED
 from flopwatch.node.scrape.reader import Reading
 from flopwatch.node.scrape.scrape import self_counter
-from flopwatch.node.telemetry import evidence, otlp
+from flopwatch.node.telemetry import evidence, open_step, otlp
 from flopwatch.node.telemetry.admission import MAX_RANKS, Admission, AttemptKey, Rank
 from flopwatch.node.telemetry.evidence import HOST_PIDS, Entry, EventCount, EvidenceLog, RankEnd
+from flopwatch.node.telemetry.open_step import HostParts, RankOfHost, StepClock
 from flopwatch.node.telemetry.otlp import Push, Refused
 from flopwatch.node.telemetry.process_exit import BLOCKED
 from flopwatch.settings import ExporterSettings
@@ -45,9 +47,7 @@ FOR_THE_LEDGER = frozenset(
     row.name
     for row in (m.TRAINING_GROUP_WAIT_SECONDS_TOTAL, m.TRAINING_MEASURED_TOKENS_TOTAL, m.TRAINING_GROUP_SEQUENCE_NUMBER)
 )
-OPEN_FOR = 10.0  # seconds that a step is open, after which the record has what each rank has called
-SILENT_AFTER = 20.0  # seconds without a push of a process that lives
-BLOCKED_AFTER = 10.0  # seconds
+LOOK_EVERY = 5.0  # seconds between two records of a late step whose ranks do not push
 
 Record = dict[str, Any]
 
@@ -61,6 +61,8 @@ class _Attempt:
     entries: list[Entry] = field(default_factory=list)  # evidence in the last record
     user: int | None = None  # of its newest push
     rivals: set[AttemptKey] = field(default_factory=set)  # attempts that it was in conflict with
+    signs: dict[int, list[str]] = field(default_factory=dict)  # of ranks whose processes are in trouble
+    looked: float = 0.0  # on the monotonic clock, when a record was last due without a push
 
     @property
     def live(self) -> list[Rank]:
@@ -173,6 +175,18 @@ class Telemetry:
                         self._end(attempt, rank, "gone")
                     elif clock - rank.received > self._settings.rank_timeout:
                         self._end(attempt, rank, "silent")
+                self._look(attempt, clock)
+
+    def _look(self, attempt: _Attempt, clock: float) -> None:
+        """Have a record sent if a process is newly blocked or silent, or if no rank of a late step pushes."""
+        ranks = _of_host(attempt)
+        signs = {number: [*rank.signs(clock)] for number, rank in ranks.items()}
+        changed, attempt.signs = signs != attempt.signs, signs
+        newest = max((rank.received for rank in attempt.live), default=clock)
+        late = clock - max(newest, attempt.looked) >= LOOK_EVERY and open_step.seconds_open(ranks.values(), clock) > 0
+        if changed or late:
+            attempt.looked = clock
+            attempt.changes += 1
 
     def due(self) -> dict[AttemptKey, tuple[int, list[Record]]]:
         """Return version and records of each attempt to deliver. The version is negative if only evidence is new."""
@@ -279,7 +293,8 @@ class Telemetry:
         if before is not None and before.push.process != push.process:
             before = None
         lead = before.lead if before is not None else self._now() - self._clock()
-        newcomer = Rank(push.stamped(self._steady(lead)), self._clock(), lead, user=user)
+        step = StepClock.of(push, before.step if before is not None else None)
+        newcomer = Rank(push.stamped(self._steady(lead)), self._clock(), lead, step, user=user)
         newcomer.refused = evidence.out_of_memory(newcomer.push, before.refused if before is not None else None)
         if before is not None and before.end is None:  # else it is not watched any more
             newcomer.pid, newcomer.watch = before.pid, before.watch
@@ -336,26 +351,18 @@ class Telemetry:
         node = self._evidence_log.entries(None if scene.gpus is None else frozenset(scene.gpus), scene.since, until)
         return node + evidence.of_ranks(scene.ranks, self._evidence_log.killed)[: evidence.MAX_ENTRIES - len(node)]
 
-    def _calls(self, attempt: _Attempt) -> list[list[object]]:
-        """Return the field `calls` of a record (`flopwatch.ledger.record`)."""
-        clock, calls = self._clock(), list[list[object]]()
-        for number, rank in sorted(attempt.ranks.items()):
-            signs = []
-            if rank.end is not None:
-                signs.append("gone" if rank.end == "gone" else "ended")
-            elif clock - rank.received > SILENT_AFTER:
-                signs.append("silent")
-            watch = rank.watch
-            if watch is not None and watch.state in BLOCKED and clock - watch.since >= BLOCKED_AFTER:
-                signs.append("blocked")
-            default = _values([rank.push], m.TRAINING_COLLECTIVE_SEQUENCE_NUMBER)
-            groups = [
-                [*labels[2:], value]
-                for row, labels, value in rank.push.samples
-                if row is m.TRAINING_GROUP_SEQUENCE_NUMBER
-            ]
-            calls.append([number, default[0] if default else None, groups, signs])
-        return calls
+    def _open_step(self, attempt: _Attempt, p99: float | None) -> dict[str, object] | None:
+        """Return the field `open_step` of a record (`flopwatch.ledger.record`)."""
+        ranks = _of_host(attempt)
+        opened = self._now() - open_step.seconds_open(ranks.values(), self._clock())
+        others = (rank.push for other in self._attempts.values() if other is not attempt for rank in other.live)
+        parts = HostParts(
+            self._evidence_log.activity,
+            self._evidence_log.broken_gpus(opened - evidence.BEFORE),
+            {open_step.uuid_of(push) for push in others},
+            self._evidence_log.link_down,
+        )
+        return open_step.field_of(ranks, p99, self._clock(), self._now(), parts)
 
     def _records(self, key: AttemptKey, attempt: _Attempt, entries: list[Entry]) -> list[Record]:
         """Return the merged record of an attempt, and a second one after an end without a status."""
@@ -363,7 +370,7 @@ class Telemetry:
         # Time is that of the lowest live rank, and at the end that of the newest push, so that records never go back.
         live = [push for push in pushes if attempt.ranks[push.rank].end is None]
         leader = live[0] if live else max(pushes, key=lambda push: push.at)
-        status = attempt.status
+        status, p99 = attempt.status, next((seconds for push in live if (seconds := _p99(push)) is not None), None)
         steps, committed = _values(pushes, m.TRAINING_POSITION_STEPS), _values(pushes, m.TRAINING_COMMITTED_STEPS)
         flops, peaks = _values(pushes, m.TRAINING_MODEL_FLOPS_TOTAL), _values(pushes, m.TRAINING_PEAK_FLOPS_PER_SECOND)
         record: Record = {
@@ -390,8 +397,9 @@ class Telemetry:
             "peak_flops": sum(peaks) if peaks else None,
             "status": status,
             "waits": _waits(live),
-            "calls": self._calls(attempt) if (leader.open_step_seconds or 0.0) >= OPEN_FOR else None,
-            "step_p99": next((seconds for push in live if (seconds := _p99(push)) is not None), None),
+            "ranks": ranks_text(sorted(attempt.ranks)),
+            "open_step": self._open_step(attempt, p99),
+            "step_p99": p99,
             "overlaps": any(self._attempts[one].live or live for one in attempt.rivals & self._attempts.keys()) or None,
             "evidence": entries or None,
             "pid": any(rank.pid for rank in attempt.ranks.values()) or None,
@@ -402,6 +410,14 @@ class Telemetry:
         # The first record ends with the last push. From there to the end no activity is known.
         until = {name: value for name, value in record.items() if name != "evidence"}
         return [until, {**record, "t": max(attempt.gone_at, record["t"]), "gone": True}]
+
+
+def _of_host(attempt: _Attempt) -> dict[int, RankOfHost]:
+    ranks = {}
+    for number, rank in attempt.ranks.items():
+        blocked = rank.watch.since if rank.watch is not None and rank.watch.state in BLOCKED else None
+        ranks[number] = RankOfHost(rank.push, rank.received, rank.step, blocked, rank.end)
+    return ranks
 
 
 def _p99(push: Push) -> float | None:

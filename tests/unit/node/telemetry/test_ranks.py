@@ -24,13 +24,16 @@ from prometheus_client import CollectorRegistry
 
 from flopwatch import catalogue as m
 from flopwatch.catalogue import Sample
+from flopwatch.ledger.record import LedgerRecord
 from flopwatch.ledger.store import Store
 from flopwatch.node.collectors import StateFile
 from flopwatch.node.scrape.exposition import Exposition
 from flopwatch.node.telemetry import ledger_client as forwarding
 from flopwatch.node.telemetry import otlp, process_exit
 from flopwatch.node.telemetry.admission import MAX_NAMES, MAX_RANKS, MAX_RUNS, own_pid_namespace
+from flopwatch.node.telemetry.evidence import EvidenceLog
 from flopwatch.node.telemetry.ledger_client import Embedded, Forward, Outcomes, Remote
+from flopwatch.node.telemetry.open_step import GpuActivity
 from flopwatch.node.telemetry.otlp import JSON, MAX_BYTES, PROTOBUF, Push, Refused
 from flopwatch.node.telemetry.ranks import Record, Telemetry
 from flopwatch.settings import ExporterSettings
@@ -46,12 +49,14 @@ class Node:
     def __init__(self, gpus: dict[str, str] | None = None) -> None:
         self.registry = CollectorRegistry()
         self.time = START + 100
+        self.evidence_log = EvidenceLog(lambda: self.time, GpuActivity(lambda: self.time))
         self.telemetry = Telemetry(
             ExporterSettings(host="node-7", rank_timeout=300),
             self.registry,
             lambda: gpus,
             clock=lambda: self.time,
             now=lambda: self.time,
+            evidence_log=self.evidence_log,
         )
 
     def push(self, *processes: ResourceMetrics) -> tuple[int, str]:
@@ -415,6 +420,7 @@ def test_the_ranks_of_an_attempt_are_one_record() -> None:
             "step": 11,
             "committed_step": 8,
             "activity_seconds": {"startup": 1.0, "step": 6.0},
+            "ranks": "4-6",
             "open_step_seconds": 0.25,
             "model_flops": 21e12,
             "peak_flops": 2e15,
@@ -465,6 +471,111 @@ def test_a_push_with_times_of_the_far_future_is_refused_or_goes_without_them(far
     assert node.records() == []
     node.push(training(1, 1, START + 6, submitted_unix=far))
     assert [record.get("submitted") for record in node.records()] == [None]
+
+
+# Steps that do not end.
+
+
+def stepping(seconds: float, *, saving: float = 0.0, uuid: str = "GPU-a", **reported: Any) -> ResourceMetrics:
+    """Return the push of a rank with 10 steps of a second, and so many seconds since then in a step or a checkpoint."""
+    return process(
+        counter("training_activity_seconds_total", 10.0 + seconds, activity="step"),
+        counter("training_activity_seconds_total", saving, activity="checkpoint_save"),
+        counter("training_steps_total", 10),
+        gauge("training_rank_info", 1, uuid=uuid),
+        gauge("training_collective_sequence_number", 7),
+        **reported,
+    )
+
+
+def test_a_record_has_the_open_step_once_it_is_late_in_the_format_of_the_ledger() -> None:
+    node = Node()
+    node.push(stepping(0), stepping(0, rank=1), stepping(0, rank=2, run="other", uuid="GPU-a"))
+    assert [record.get("open_step") for record in node.records()] == [None, None]
+    for seconds in (5.0, 8.9, 9.0):
+        node.time = START + 100 + seconds
+        node.evidence_log.observe([(m.GPU_UTILIZATION_RATIO, ("0", uuid), 40.0) for uuid in ("GPU-a", "GPU-b")])
+        node.push(stepping(seconds), stepping(seconds, rank=1, uuid="GPU-b"))
+        [record] = node.records()
+        assert ("open_step" in record) == (seconds >= 9)
+    assert record["open_step"] == {
+        "t": START + 109,
+        "seconds": 9,
+        "overdue_after": 15,
+        "ranks": [
+            [0, 7, [], [], None],  # its GPU is another run's too
+            [1, 7, [], [], [0.4, None, None, None]],
+        ],
+    }
+    parsed = LedgerRecord.parse(record)
+    assert parsed.open_step is not None
+    assert (parsed.ranks, [rank.gpu for rank in parsed.open_step.ranks]) == ("0,1", [None, (0.4, None, None, None)])
+
+
+def test_the_open_step_of_a_rank_ends_with_its_process() -> None:
+    node = Node()
+    node.push(stepping(0, pid=1))
+    node.time += 10
+    node.push(stepping(10, pid=1))
+    assert "open_step" in node.records()[0]
+    node.push(stepping(0, pid=2, start_unix=START + 1))
+    assert "open_step" not in node.records()[0]
+
+
+def test_a_gpu_with_a_critical_xid_and_a_port_that_is_down_are_signs_of_a_late_step() -> None:
+    node = Node()
+    port = m.INFINIBAND_PORT_STATE_ID, ("mlx5_0", "1")
+    node.evidence_log.observe([(*port, 4), (m.GPU_XID_LAST_TIMESTAMP_SECONDS, ("0", "GPU-a", "79"), START + 99)])
+    node.evidence_log.observe([(*port, 1)])
+    node.push(stepping(0), stepping(0, rank=1, uuid="GPU-b"))
+    node.time += 10
+    node.push(stepping(10), stepping(10, rank=1, uuid="GPU-b"))
+    assert [row[3] for row in node.records()[0]["open_step"]["ranks"]] == [["gpu", "link"], ["link"]]
+
+
+def looked(node: Node, seconds: float) -> list[Record]:
+    """Let time pass and look after the processes, and return the records that are due then."""
+    node.time += seconds
+    node.telemetry.check()
+    return node.records()
+
+
+def test_a_late_step_is_reported_every_5_s_although_no_rank_pushes() -> None:
+    node = Node()
+    node.push(stepping(0))
+    looked(node, 0)
+    due = [len(looked(node, 1)) for _ in range(12)]
+    assert due == [0, 0, 0, 0, 1] * 2 + [0, 0]
+    [record] = looked(node, 3)
+    assert (record["open_step"]["seconds"], record["open_step"]["t"]) == (15, node.time)
+
+
+def test_a_rank_that_falls_silent_in_a_checkpoint_is_reported_once() -> None:
+    node = Node()
+    node.push(stepping(0))
+    node.time += 5
+    node.push(stepping(0, saving=5))
+    looked(node, 0)
+    assert looked(node, 50) == []
+    [record] = looked(node, 1)
+    assert "open_step" not in record
+    assert looked(node, 20) == []
+
+
+def test_a_process_that_is_blocked_for_10_s_is_reported_although_no_rank_pushes() -> None:
+    trainer = subprocess.Popen(["sleep", "600"])
+    try:
+        node = Node()
+        node.push(stepping(0, pid=trainer.pid, pid_namespace=own_pid_namespace()))
+        looked(node, 0)
+        trainer.send_signal(signal.SIGSTOP)
+        until(lambda: process_exit.process_state(trainer.pid, 0) == "T")
+        looked(node, 6)  # from now on it is known to be blocked
+        signs = [[row[3] for row in record["open_step"]["ranks"]] for n in range(11) for record in looked(node, 1)]
+        assert signs == [[[]], [["blocked"]]]
+    finally:
+        trainer.kill()
+        trainer.communicate()
 
 
 # The wire.

@@ -1,0 +1,9 @@
+"""When a step is overdue. An exporter knows it too, and has no numpy to import for that."""
+
+OVERDUE_SECONDS, OVERDUE_STEPS = 15.0, 5.0
+LATE = 0.6  # of these seconds: from then on, records show what each rank has called
+
+
+def overdue_after(p99: float) -> float:
+    """Return the seconds after which an open step is overdue. `p99` is the 99th percentile of its run's steps, in s."""
+    return max(OVERDUE_SECONDS, OVERDUE_STEPS * p99)
