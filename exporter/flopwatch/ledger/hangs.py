@@ -30,7 +30,7 @@ GONE_AFTER = 40.0  # seconds without a record of a node while the others stand s
 MANY, CHECK_EVERY = 64, 2.0  # nodes from which on a run is judged once in so many seconds, because records come often
 ENDED = ("gone", "failed")  # ends of a node whose ranks the others may wait for
 
-Numbers = tuple[tuple[float | None, tuple[float, ...]], ...]
+Numbers = dict[tuple[int, str, str], float]  # collectives called, by rank, and kind and ranks of the group
 
 
 @dataclass
@@ -81,12 +81,20 @@ class Hangs:
             self.seconds, self.verdict = None, None
 
     def _note(self, source: str, step: OpenStep, received: float) -> None:
-        numbers = tuple((row.default, tuple(number for *_, number in row.groups)) for row in step.ranks)
+        numbers: Numbers = {(row.rank, kind, ranks): number for row in step.ranks for kind, ranks, number in row.groups}
+        numbers |= {(row.rank, "", ""): row.default for row in step.ranks if row.default is not None}
         before = self._late.get(source)
         if before is not None and step.t < before.step.t:
             return
-        goes_on = before is not None and before.numbers == numbers and step.seconds >= before.step.seconds
-        since = before.still_since if before is not None and goes_on else received
+        since = received
+        if before is not None and step.seconds >= before.step.seconds:
+            # The numbers of a rank that does not push are left out for a while.
+            numbers = before.numbers | numbers
+            since = (
+                before.still_since
+                if all(before.numbers.get(key, now) == now for key, now in numbers.items())
+                else since
+            )
         self._late[source] = LateNode(step, received, numbers, since)
 
     def _judge(self, now: float) -> None:
@@ -105,7 +113,7 @@ class Hangs:
                 if late.step.seconds < self._limit(late.step):
                     return
                 opened = min(opened, late.step.seconds)
-                if any(default is not None or groups for default, groups in late.numbers):
+                if late.numbers:
                     still.append(late.received - late.still_since >= STILL_FOR)
                 states |= self._states(name, late.step, whole)
             elif self._is_gone(node, now):

@@ -203,3 +203,10 @@ def test_ranks_of_a_host_that_cannot_be_are_refused() -> None:
         LedgerRecord.parse(lines(numbers(), 15.0)[0] | {"ranks": "0-64"})
     with pytest.raises(RecordError, match="open_step: a number is missing"):
         LedgerRecord.parse(lines(numbers(), 15.0)[0] | {"open_step": {"t": 1.0, "seconds": 1.0, "ranks": []}})
+
+
+def test_a_run_still_hangs_when_the_numbers_of_a_rank_are_left_out_and_come_again() -> None:
+    records = lines(numbers(5, "tp"), 135)
+    for record in (records[-3], records[-1]):  # of the second host
+        record["open_step"]["ranks"][3][1:3] = None, []
+    assert [verdict(records[: len(records) - left])[0] for left in (3, 2, 1, 0)] == [50, 60, 65, 75]
