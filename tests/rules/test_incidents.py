@@ -29,7 +29,8 @@ from simulator.scenarios import SCENARIOS, Scenario
 
 FULL = bool(os.environ.get("FLOPWATCH_REHEARSE"))
 SEEDS = range(1, int(os.environ.get("FLOPWATCH_SEEDS", "1")) + 1) if FULL else (1,)
-pytestmark = [pytest.mark.long, pytest.mark.timeout(7200 if FULL else 300)]
+# A rehearsal is repeated at a slower pace where the machine is busy, which takes ten times as long.
+pytestmark = [pytest.mark.long, pytest.mark.alone, pytest.mark.timeout(7200 if FULL else 300)]
 LONG = pytest.mark.skipif(not FULL, reason="minutes each, and a part of it is above: make simulate")
 RUN = TrainingJob("lm", 8, mesh={"tp": 8, "dp": 8}, step_seconds=5.0)  # 64 GPUs: it pages
 ALONE = Scenario(
