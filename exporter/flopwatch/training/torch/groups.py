@@ -35,6 +35,13 @@ WORDS = {"tensor": "tp", "context": "cp", "expert": "ep", "pipeline": "pp", "dat
 _MAX_PENDING = 1024  # tensors whose collective was never waited for
 
 
+def functional_collectives() -> Any:
+    """Return the module of collectives that torch.compile traces. PyTorch may have been built without it."""
+    from torch.distributed import _functional_collectives
+
+    return _functional_collectives
+
+
 class Groups:
     """Kinds and ranks of the process groups of one run, and the groups of operations that are not waited for yet."""
 
@@ -48,8 +55,7 @@ class Groups:
 
     def replacements(self) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
         """Yield owner, name and substitute of each function that has to be replaced."""
-        # Looked up here, because PyTorch may have been built without torch.distributed.
-        owner, functional = torch.distributed.ProcessGroup, torch.distributed._functional_collectives
+        owner, functional = torch.distributed.ProcessGroup, functional_collectives()
         for name in OPERATIONS:
             if hasattr(owner, name):
                 yield owner, name, self._noting(getattr(owner, name), self._of_collective)

@@ -20,7 +20,7 @@ import torch.distributed
 from torch.nn.parallel import DistributedDataParallel
 
 from flopwatch.training.recorder import Recorder
-from flopwatch.training.torch.groups import Groups
+from flopwatch.training.torch.groups import Groups, functional_collectives
 from flopwatch.training.totals import CapturedMark, Group, Mark
 
 log = logging.getLogger("flopwatch")
@@ -338,7 +338,7 @@ def _watch_host(watched: Watch) -> None:
     """Record this thread's waits in collectives called from Python, and end the previous recording."""
     while _replaced:
         _replaced.pop().remove()
-    groups, work, functional = watched.groups, torch.distributed.Work, torch.distributed._functional_collectives
+    groups, work, functional = watched.groups, torch.distributed.Work, functional_collectives()
     for owner, name, ours in (
         (work, "wait", _timed(watched, work.wait, groups.of_work)),
         (functional, "wait_tensor", _timed(watched, functional.wait_tensor, groups.of_tensor)),
