@@ -55,9 +55,9 @@ def test_no_file_is_longer_than_500_lines() -> None:
     assert {path: len(lines) for path, lines, _ in modules(*HOUSE) if len(lines) > 500} == {}
 
 
-def test_the_wheel_has_at_most_32_500_lines_of_python() -> None:
+def test_the_wheel_has_at_most_32_350_lines_of_python() -> None:
     """It was 30,000 until the verdicts moved from the rules and the simulator into the ledger."""
-    assert sum(len(lines) for _, lines, _ in modules("exporter")) <= 32_500
+    assert sum(len(lines) for _, lines, _ in modules("exporter")) <= 32_350
 
 
 def test_no_class_has_more_than_30_methods_but_the_simulated_driver() -> None:

@@ -206,6 +206,12 @@ def limit_of(ranks: Iterable[RankOfHost], p99: float | None) -> float | None:
     return None if usual is None else overdue_after(usual)
 
 
+def is_late(ranks: Collection[RankOfHost], p99: float | None, clock: float) -> bool:
+    """Return whether the ledger should know what ranks have called in the open step."""
+    limit = limit_of(ranks, p99)
+    return limit is not None and seconds_open(ranks, clock) >= LATE * limit
+
+
 class HostParts(NamedTuple):
     """Parts of a host: what its GPUs do, those with a critical Xid and of several runs, and whether a port is down."""
 
@@ -220,7 +226,7 @@ def field_of(
 ) -> dict[str, object] | None:
     """Return the field `open_step` of a record at Unix time `now`, None unless the step is late."""
     seconds, limit = seconds_open(ranks.values(), clock), limit_of(ranks.values(), p99)
-    if limit is None or seconds < LATE * limit:
+    if limit is None or not is_late(ranks.values(), p99, clock):
         return None
     broken = {*parts.broken, *parts.activity.lost}
     rows: list[Call] = []

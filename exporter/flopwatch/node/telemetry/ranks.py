@@ -183,8 +183,8 @@ class Telemetry:
         signs = {number: [*rank.signs(clock)] for number, rank in ranks.items()}
         changed, attempt.signs = signs != attempt.signs, signs
         newest = max((rank.received for rank in attempt.live), default=clock)
-        late = clock - max(newest, attempt.looked) >= LOOK_EVERY and open_step.seconds_open(ranks.values(), clock) > 0
-        if changed or late:
+        quiet = clock - max(newest, attempt.looked) >= LOOK_EVERY
+        if changed or (quiet and open_step.is_late(ranks.values(), _run_p99(attempt), clock)):
             attempt.looked = clock
             attempt.changes += 1
 
@@ -370,7 +370,7 @@ class Telemetry:
         # Time is that of the lowest live rank, and at the end that of the newest push, so that records never go back.
         live = [push for push in pushes if attempt.ranks[push.rank].end is None]
         leader = live[0] if live else max(pushes, key=lambda push: push.at)
-        status, p99 = attempt.status, next((seconds for push in live if (seconds := _p99(push)) is not None), None)
+        status, p99 = attempt.status, _run_p99(attempt)
         steps, committed = _values(pushes, m.TRAINING_POSITION_STEPS), _values(pushes, m.TRAINING_COMMITTED_STEPS)
         flops, peaks = _values(pushes, m.TRAINING_MODEL_FLOPS_TOTAL), _values(pushes, m.TRAINING_PEAK_FLOPS_PER_SECOND)
         record: Record = {
@@ -418,6 +418,10 @@ def _of_host(attempt: _Attempt) -> dict[int, RankOfHost]:
         blocked = rank.watch.since if rank.watch is not None and rank.watch.state in BLOCKED else None
         ranks[number] = RankOfHost(rank.push, rank.received, rank.step, blocked, rank.end)
     return ranks
+
+
+def _run_p99(attempt: _Attempt) -> float | None:
+    return next((seconds for rank in attempt.live if (seconds := _p99(rank.push)) is not None), None)
 
 
 def _p99(push: Push) -> float | None:

@@ -177,7 +177,8 @@ def test_a_gpu_of_two_runs_or_one_that_is_lost_gives_no_reading() -> None:
     one = {3: rank(OPEN, 110)}
 
     def row(parts: HostParts) -> Any:
-        return (open_step.field_of(one, None, 111.0, 0.0, parts) or {})["ranks"][0]  # type: ignore[index]
+        found: Any = open_step.field_of(one, None, 111.0, 0.0, parts)
+        return found["ranks"][0]
 
     assert row(HostParts(activity))[3:] == [[], [1.0, 1.0, 1.0, 0.0]]
     assert row(HostParts(activity, shared={"GPU-3"}))[3:] == [[], None]
