@@ -1,7 +1,6 @@
 """Settings of each server process: a frozen dataclass, made from a command's flags and checked on creation."""
 
-from __future__ import annotations
-
+import os
 import socket
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +26,7 @@ class Address:
     port: int
 
     @classmethod
-    def parse(cls, text: str) -> Address:
+    def parse(cls, text: str) -> "Address":
         """Parse `HOST:PORT`, `[IPv6]:PORT` or `:PORT` (all IPv4 interfaces). Raises SettingsError."""
         host, colon, port = text.rpartition(":")
         if not colon or not port.isdigit() or int(port) > 65535:
@@ -60,6 +59,7 @@ class ExporterSettings:
     dcgm: str = ""  # DCGM host engine to read: HOST:PORT or its socket's path; empty: no DCGM
     dcgm_fields: str = DCGM_FIELDS  # profiling fields of DCGM to sample, such as 1001-1005,1009
     expose: str = ""  # dcgm-exporter's names to publish too: "dcgm", "dcgm-4.8" or "dcgm-4.9"
+    series: str = "core"  # that /metrics serves: "core", what a shipped rule, board or report reads, or "full"
     state: Path = Path("/var/lib/flopwatch")
     simulate: str | None = None
     ledger: str = "off"  # "embedded", "off", or the URL of a ledger
@@ -75,6 +75,8 @@ class ExporterSettings:
     topology: str = ""  # "slurm:FILE", "csv:FILE", "kubernetes", "kubernetes:URL", or nothing
     scrape_deadline: float = 2.5  # seconds a scrape waits for sources, or less if the scraper's timeout is shorter
     stale_after: float = 30.0  # seconds for which the last good samples of a failed source are served
+    ras: str = field(default_factory=lambda: os.environ.get("NCCL_RAS_ADDR", "") or "localhost:28028")  # or "off"
+    inspector: str = ""  # folder of NCCL Inspector's files, "otlp" for its metrics alone, or empty
     rank_timeout: float = 300.0  # seconds without a push after which a rank's series are dropped
     silent_after: float = 60.0  # seconds without a snapshot after which the ledger calls a run down
     new_for: float = 60.0  # seconds for which a new run is served with counters at 0, so that rate() sees them start
@@ -100,11 +102,20 @@ class ExporterSettings:
             raise SettingsError(f"--simulate {self.simulate!r}: the only simulated node is h100x8")
         if self.topology:
             _check_topology(self.topology)
+        if self.ras != "off":
+            Address.parse(self.ras)
+        if self.inspector not in ("", "otlp") and not Path(self.inspector).is_absolute():
+            raise SettingsError(
+                f"--inspector {self.inspector!r}: write otlp, or the absolute path of the folder in the plugin's "
+                "NCCL_INSPECTOR_DUMP_DIR"
+            )
         if self.dcgm:
             _check_dcgm(self.dcgm)
         dcgm_fields(self.dcgm_fields)
         if self.dcgm and self.simulate is not None:
             raise SettingsError("--dcgm: it reads real GPUs, and --simulate replaces them; leave one out")
+        if self.series not in ("core", "full"):
+            raise SettingsError(f"--series {self.series!r}: write core or full (docs/metrics.md)")
         if self.expose not in ("", "dcgm", "dcgm-4.8", "dcgm-4.9"):
             raise SettingsError(
                 f"--expose {self.expose!r}: write dcgm (dcgm-exporter's names before and from 4.9), "

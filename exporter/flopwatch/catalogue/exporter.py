@@ -1,6 +1,6 @@
 """Rows of the exporter and the ledger about themselves."""
 
-from flopwatch.catalogue.row import GPU, counter, gauge, info
+from flopwatch.catalogue.row import GPU, counter, gauge, info, sparse
 
 # fmt: off
 FLOPWATCH_BUILD_INFO = info("flopwatch_build_info", "Version of this exporter.", ("version",), "flopwatch.__version__")
@@ -13,18 +13,18 @@ FLOPWATCH_COLLECTOR_LAST_SUCCESS_TIMESTAMP_SECONDS = gauge("flopwatch_collector_
     "longer.", ("collector",), "flopwatch.node.scrape.scrape")
 FLOPWATCH_COLLECTOR_DURATION_SECONDS = gauge("flopwatch_collector_duration_seconds",
     "Duration of the collector's last read.", ("collector",), "flopwatch.node.scrape.scrape")
-FLOPWATCH_COLLECTOR_FAILURES_TOTAL = counter("flopwatch_collector_failures_total",
+FLOPWATCH_COLLECTOR_FAILURES_TOTAL = sparse(counter("flopwatch_collector_failures_total",
     "Failed reads of the collector, by reason: deadline, exited (its reader process died), error, blind (no access to "
-    "hardware that may be healthy).", ("collector", "reason"), "flopwatch.node.scrape.scrape")
-FLOPWATCH_COLLECTOR_RESTARTS_TOTAL = counter("flopwatch_collector_restarts_total",
+    "hardware that may be healthy).", ("collector", "reason"), "flopwatch.node.scrape.scrape"))
+FLOPWATCH_COLLECTOR_RESTARTS_TOTAL = sparse(counter("flopwatch_collector_restarts_total",
     "Reader processes of the collector that were replaced, by reason: exited (died), hung, memory (above its cap), "
     "afresh (only a new process can read on, for instance after a driver upgrade).", ("collector", "reason"),
-    "flopwatch.node.scrape.reader")
-FLOPWATCH_SERIES_DROPPED_TOTAL = counter("flopwatch_series_dropped_total",
-    "Samples dropped because a scrape exceeded its series budget.", ("budget",), "flopwatch.node.scrape.scrape")
-FLOPWATCH_SERIES_DUPLICATE_TOTAL = counter("flopwatch_series_duplicate_total",
+    "flopwatch.node.scrape.reader"))
+FLOPWATCH_SERIES_DROPPED_TOTAL = sparse(counter("flopwatch_series_dropped_total",
+    "Samples dropped because a scrape exceeded its series budget.", ("budget",), "flopwatch.node.scrape.scrape"))
+FLOPWATCH_SERIES_DUPLICATE_TOTAL = sparse(counter("flopwatch_series_duplicate_total",
     "Samples of the collector dropped because their series existed already. Prometheus would refuse the whole scrape.",
-    ("collector",), "flopwatch.node.scrape.scrape")
+    ("collector",), "flopwatch.node.scrape.scrape"))
 FLOPWATCH_DRIVER_RELEASED = gauge("flopwatch_driver_released",
     "1 while the exporter keeps every driver handle closed on request, so that a GPU can be reset or its driver "
     "replaced.", (), "flopwatch exporter --release, SIGUSR1, or the file release in the state folder")
@@ -56,6 +56,18 @@ FLOPWATCH_OTLP_PUSHES_TOTAL = counter("flopwatch_otlp_pushes_total",
     "Pushes from training processes, by outcome: accepted, partial (some points refused), foreign_gpu (claims a GPU "
     "that this host does not have). Refused as a whole: stale_process, invalid, limit, conflict, malformed, "
     "too_large, unauthorized, unsupported_type.", ("outcome",), "flopwatch.node.telemetry.ranks")
+FLOPWATCH_NCCL_RAS_QUERIES_TOTAL = counter("flopwatch_nccl_ras_queries_total",
+    "Questions to NCCL's RAS about overdue steps, by outcome: answered. Not asked: unreachable (no process listens), "
+    "shared (the exporter does not see that each listening process is a known rank). Without a usable answer: old "
+    "(NCCL before 2.29.2), initializing, foreign (another job's), malformed, deadline.", ("outcome",),
+    "flopwatch.node.telemetry.ras")
+FLOPWATCH_NCCL_INSPECTOR_OPERATIONS_TOTAL = counter("flopwatch_nccl_inspector_operations_total",
+    "Operations that NCCL Inspector reported, by outcome: joined (counts as a wait of a rank), unjoined (its process "
+    "or communicator is unknown), ignored (a kind that shows no wait), limit (beyond the bounds of a rank), malformed. "
+    "Absent without --inspector.", ("outcome",), "flopwatch.node.telemetry.inspector")
+FLOPWATCH_NCCL_INSPECTOR_SKIPPED_BYTES_TOTAL = counter("flopwatch_nccl_inspector_skipped_bytes_total",
+    "Bytes in files of NCCL Inspector that were skipped, because more was written than the exporter reads. Absent "
+    "without --inspector.", (), "flopwatch.node.telemetry.inspector_files")
 FLOPWATCH_LEDGER_RECORDS_SENT_TOTAL = counter("flopwatch_ledger_records_sent_total",
     "Records that the exporter sent to the ledger, by outcome: sent, failed (will be sent again), refused.",
     ("outcome",), "flopwatch.node.telemetry.ledger_client")

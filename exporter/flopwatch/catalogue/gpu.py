@@ -1,6 +1,6 @@
 """Rows of GPUs, read from NVML, DCGM and the kernel log."""
 
-from flopwatch.catalogue.row import GPU, counter, gauge, info
+from flopwatch.catalogue.row import GPU, counter, gauge, info, sparse
 
 # fmt: off
 # Identity and state.
@@ -114,9 +114,9 @@ GPU_CLOCK_EVENT_ACTIVE = gauge("gpu_clock_event_active",
     "1 while the driver gives this reason for a clock below the maximum. gpu_idle is normal on an idle GPU; other "
     "reasons are absent until they first occur after the exporter's start.", (*GPU, "reason"),
     "nvmlDeviceGetCurrentClocksEventReasons, before R535 nvmlDeviceGetCurrentClocksThrottleReasons")
-GPU_CLOCK_EVENT_SECONDS_TOTAL = counter("gpu_clock_event_seconds_total",
+GPU_CLOCK_EVENT_SECONDS_TOTAL = sparse(counter("gpu_clock_event_seconds_total",
     "Time for which the GPU's clock was throttled, by reason.", (*GPU, "reason"),
-    "NVML fields 74, 76, 269, 270, 271, ns; older drivers 75, 77-79", scale=1e-9, key=True)
+    "NVML fields 74, 76, 269, 270, 271, ns; older drivers 75, 77-79", scale=1e-9, key=True))
 # Memory errors and repair.
 GPU_ECC_ERRORS_TOTAL = counter("gpu_ecc_errors_total",
     "Errors of the GPU's memory since the driver was loaded: corrected ones cost nothing, uncorrected ones end the "
@@ -128,8 +128,8 @@ GPU_ECC_LOCATION_ERRORS_TOTAL = counter("gpu_ecc_location_errors_total",
     "Absent for locations without an error.", (*GPU, "error", "location"), "nvmlDeviceGetMemoryErrorCounter")
 GPU_SRAM_ERROR_THRESHOLD_EXCEEDED = gauge("gpu_sram_error_threshold_exceeded", "1 if uncorrectable SRAM errors exceed "
     "the board's threshold: replace the board.", GPU, "nvmlDeviceGetSramEccErrorStatus bThresholdExceeded (root)")
-GPU_REMAPPED_ROWS_TOTAL = counter("gpu_remapped_rows_total", "Memory rows remapped to spare rows over the life of the "
-    "board, by cause.", (*GPU, "error"), "NVML fields 142, 143, nvmlDeviceGetRemappedRows")
+GPU_REMAPPED_ROWS_TOTAL = sparse(counter("gpu_remapped_rows_total", "Memory rows remapped to spare rows over the life "
+    "of the board, by cause.", (*GPU, "error"), "NVML fields 142, 143, nvmlDeviceGetRemappedRows"))
 GPU_ROW_REMAP_PENDING = gauge("gpu_row_remap_pending", "1 if rows wait to be remapped at the next reset.", GPU,
     "NVML field 144, nvmlDeviceGetRemappedRows")
 GPU_ROW_REMAP_FAILURE = gauge("gpu_row_remap_failure", "1 if a row could not be remapped: replace the board.", GPU,
@@ -166,8 +166,9 @@ GPU_PCIE_WIDTH_LANES = gauge("gpu_pcie_width_lanes", "PCIe lanes in use.", GPU, 
 GPU_PCIE_WIDTH_MAX_LANES = gauge("gpu_pcie_width_max_lanes", "Highest number of PCIe lanes that GPU and slot support.",
     GPU, "nvmlDeviceGetMaxPcieLinkWidth")
 GPU_PCIE_REPLAYS_TOTAL = counter("gpu_pcie_replays_total", "PCIe packets retransmitted.", GPU, "NVML field 94")
-GPU_PCIE_ERRORS_TOTAL = counter("gpu_pcie_errors_total", "PCIe errors by kind. correctable, non_fatal and fatal start "
-    "at 0, others are absent until they occur.", (*GPU, "error"), "NVML fields 95, 169, 173-183")
+GPU_PCIE_ERRORS_TOTAL = sparse(counter("gpu_pcie_errors_total", "PCIe errors by kind. With --series full, correctable, "
+    "non_fatal and fatal start at 0, and others are absent until they occur.", (*GPU, "error"),
+    "NVML fields 95, 169, 173-183"))
 GPU_PCIE_TRANSMIT_BYTES_TOTAL = counter("gpu_pcie_transmit_bytes_total", "Bytes sent by the GPU over PCIe.", GPU,
     "GPM metric 20, DCGM field 1009")
 GPU_PCIE_RECEIVE_BYTES_TOTAL = counter("gpu_pcie_receive_bytes_total", "Bytes received by the GPU over PCIe.", GPU,
@@ -205,14 +206,15 @@ GPU_FABRIC_FAULT = gauge("gpu_fabric_fault",
     "access_timeout, incorrect_configuration, no_partition, manager_disconnected. Absent until it first occurs after "
     "the exporter's start.", (*GPU, "fault"), "nvmlDeviceGetGpuFabricInfoV healthMask")
 # Xid: what the driver reports about a GPU.
-GPU_XID_ERRORS_TOTAL = counter("gpu_xid_errors_total",
-    "Xid errors counted by this exporter across its restarts. The usual critical codes start at 0. The code other sums "
-    "the rarer codes of a GPU with too many different ones. The gpu label of a GPU that never answered is its PCI "
-    "address. Meaning: docs/xid.md.", (*GPU, "xid"),
-    "/dev/kmsg NVRM lines and NVML events, each counted once; PCI bus id matched to the inventory", key=True)
+GPU_XID_ERRORS_TOTAL = sparse(counter("gpu_xid_errors_total",
+    "Xid errors counted by this exporter across its restarts. With --series full, the usual critical codes start at 0. "
+    "The code other sums the rarer codes of a GPU with too many different ones. The gpu label of a GPU that never "
+    "answered is its PCI address. Meaning: docs/xid.md.", (*GPU, "xid"),
+    "/dev/kmsg NVRM lines and NVML events, each counted once; PCI bus id matched to the inventory", key=True))
 GPU_XID_LAST_TIMESTAMP_SECONDS = gauge("gpu_xid_last_timestamp_seconds", "Time this Xid was last seen on this GPU, as "
     "Unix time.", (*GPU, "xid"), "/dev/kmsg record time, or when the NVML event came")
-GPU_XID_INFO = info("gpu_xid_info", "Meaning of an Xid, for the codes that gpu_xid_errors_total has on this host.",
+GPU_XID_INFO = info("gpu_xid_info",
+    "Meaning of an Xid, for the codes seen on this host. With --series core only of critical and fatal ones.",
     ("xid", "name", "class", "severity", "action"), "flopwatch/data/xid.csv, from NVIDIA's Xid catalogue")
 GPU_XID_NVLINK_ERRORS_TOTAL = counter("gpu_xid_nvlink_errors_total", "NVLink Xids (74, 144-150) by the fields of their "
     "text: the unit that saw the error, the link (empty if unknown), NVIDIA's immediate action and what to investigate "

@@ -6,6 +6,7 @@ HANG_SIGNS = {
     "blocked": "stopped, or stuck in the kernel (storage or a driver)",
     "data": "waiting for the next batch",
     "sequence": "missing in the collective that the others wait in",
+    "ras": "behind the others in the collectives that NCCL counts (RAS), or its NCCL does not answer",
     "gpu": "on a GPU that is lost or reported a critical Xid",
     "idle": "on an idle GPU, while the GPUs of most other ranks are busy",
     "computing": "on a GPU that still computes, while the GPUs of the other ranks wait",

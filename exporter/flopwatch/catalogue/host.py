@@ -1,6 +1,6 @@
 """Rows of the host as a whole: topology, verdict, kernel log, power and maintenance."""
 
-from flopwatch.catalogue.row import RANK, counter, gauge, info
+from flopwatch.catalogue.row import RANK, counter, gauge, info, sparse
 
 # fmt: off
 HOST_TOPOLOGY_INFO = info("host_topology_info", "Rack, leaf switch and NVLink domain of the host. source is where they "
@@ -20,10 +20,10 @@ HOST_KERNEL_EVENTS_TOTAL = counter("host_kernel_events_total", "Kernel log lines
 HOST_OOM_KILLED_TIMESTAMP_SECONDS = gauge("host_oom_killed_timestamp_seconds",
     "Time the kernel killed this process for lack of memory, as Unix time, by its pid on the host. Absent except for "
     "the last 8 processes.", ("pid",), "/dev/kmsg oom-kill lines")
-HOST_PROCESS_BLOCKED_SECONDS = gauge("host_process_blocked_seconds",
+HOST_PROCESS_BLOCKED_SECONDS = sparse(gauge("host_process_blocked_seconds",
     "Time for which a rank's main thread has been stopped by a signal, or uninterruptible in the kernel, as in storage "
-    "and drivers. 0 while the thread is neither. Absent for a process that the exporter cannot see, or of a rank "
-    "without a push for five minutes.", (*RANK, "state"), "/proc/PID/stat: T and D, once a second")
+    "and drivers. With --series full, 0 while the thread is neither. Absent for a process that the exporter cannot "
+    "see, or of a rank without a push for five minutes.", (*RANK, "state"), "/proc/PID/stat: T and D, every 1 to 5 s"))
 HOST_CPU_POWER_WATTS = gauge("host_cpu_power_watts", "Power drawn by a CPU socket (Grace).", ("socket",),
     "DCGM field 1130")
 HOST_MODULE_POWER_WATTS = gauge("host_module_power_watts", "Power drawn by a whole module, CPU and GPUs (Grace).",

@@ -52,7 +52,7 @@ def port_counter(
     bits = sticks or wraps or 64
     labels = (*PORT, *label)
     return PortCounter(
-        name, "counter", text, labels, source, 1.0, key, files, bits, sticks > 0, quiet, words, legacy, roce
+        name, "counter", text, labels, source, 1.0, key, False, files, bits, sticks > 0, quiet, words, legacy, roce
     )
 
 

@@ -3,13 +3,18 @@
 Groups of a device mesh are regular, so the text is short for any number of ranks.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from functools import lru_cache
 
 MAX_LENGTH = 128
+# Kinds of two neighbours of a pipeline: messages to the lower and to the higher rank. Both count each message.
+MESSAGES = ("pp_backward", "pp_forward")
+# Words in names of groups, such as dimensions of a mesh, and their kinds. Of several kinds the coarsest counts.
+_COARSEST_FIRST = ("dp", "pp", "cp", "tp", "ep")
+_WORDS = dict.fromkeys(("data", "dp", "ddp", "fsdp", "replicate", "shard", "batch"), "dp")
+_WORDS |= {"pipeline": "pp", "pp": "pp", "context": "cp", "cp": "cp", "sp": "cp"}
+_WORDS |= {"tensor": "tp", "tp": "tp", "expert": "ep", "ep": "ep"}
 _PART = re.compile(r"(\d{1,7})(?:-(\d{1,7})(?::(\d{1,7}))?)?")
 
 
@@ -29,6 +34,12 @@ def ranks_text(ranks: Iterable[int]) -> str | None:
             at = end + 1
     text = ",".join(parts)
     return text if len(text) <= MAX_LENGTH else None
+
+
+def kind_of(name: str) -> str:
+    """Return the kind of a group by its name, such as EXPERT_DATA_PARALLEL_GROUP or mesh_dp_shard, empty if unknown."""
+    kinds = {_WORDS.get(word) for word in re.split(r"[^a-z]+", name.lower())}
+    return next((kind for kind in _COARSEST_FIRST if kind in kinds), "")
 
 
 def all_ranks_text(count: int) -> str:

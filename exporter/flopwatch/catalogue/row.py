@@ -1,8 +1,6 @@
 """Class of a row of the catalogue, and the labels that identify one GPU, port, rank or run."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Type = Literal["counter", "gauge", "histogram", "info"]
@@ -19,6 +17,7 @@ class Metric:
     source: str  # where the values are read; printed in HELP
     scale: float = 1.0  # a value of the source times this has the unit in the name
     key: bool = False  # README lists the row
+    sparse: bool = False  # no series at 0 with --series core
 
     def __str__(self) -> str:
         return self.name
@@ -51,6 +50,11 @@ def info(name: str, help: str, labels: tuple[str, ...], source: str, *, key: boo
 def histogram(name: str, help: str, labels: tuple[str, ...], source: str) -> Metric:
     """Return the catalogue's row for a histogram family."""
     return Metric(name, "histogram", help, labels, source)
+
+
+def sparse(row: Metric) -> Metric:
+    """Return a row with a series per reason or code, which `--series core` serves only while they are not 0."""
+    return replace(row, help=f"{row.help} With --series core, absent while it is 0.", sparse=True)
 
 
 # One reading: row, label values in the row's order, and the source's own value, which Scrape multiplies by scale.

@@ -49,8 +49,8 @@ RUN_STRAGGLER_UNAVAILABLE = gauge("run_straggler_unavailable", "1 with the reaso
     "rank is late: waits (of a rank are not measured), groups (in which ranks wait are not known), ranks (do not "
     "report, or started again), steps (too few are measured so far).", (*RUN, "reason"), "flopwatch.ledger.stragglers")
 RUN_WHATIF_STEP_SECONDS = gauge("run_whatif_step_seconds", "Seconds that a step would take if so many of the late "
-    "ranks computed as fast as their peers, and for 0 those it takes now. Absent without a late rank, and with a "
-    "pipeline.", (*RUN, "mended"), "flopwatch.verdicts.whatif")
+    "ranks computed as fast as their peers, and for 0 those it takes now. Absent without a late rank, and where the "
+    "waits do not show it.", (*RUN, "mended"), "flopwatch.verdicts.whatif")
 RUN_HANG_SECONDS = gauge("run_hang_seconds", "Age of the run's open step while the run hangs: the step is over 15 s "
     "old and over five times the 99th percentile of its steps on all hosts, and no rank calls a collective or, where "
     "these are not counted, no GPU works. Else absent.", RUN, "flopwatch.ledger.hangs")
@@ -72,5 +72,18 @@ RUN_RETAINED_FLOPS_TOTAL = counter("run_retained_flops_total", "Model FLOPs of t
     "mark. Re-executed steps add nothing.", RUN, "flopwatch.ledger.buckets")
 RUN_CAPACITY_FLOPS_TOTAL = counter("run_capacity_flops_total", "Peak FLOP/s of the GPUs held, times the seconds held: "
     "the FLOPs that the GPUs could have executed.", RUN, "flopwatch.ledger.buckets")
+RUN_MODEL_FLOPS_TOTAL = counter("run_model_flops_total", "FLOPs the model needs for the run's tokens, with re-executed "
+    "steps. Absent unless every rank has an MFU.", RUN, "training_model_flops_total")
+RUN_HARDWARE_FLOPS_TOTAL = counter("run_hardware_flops_total", "FLOPs executed for the run's tokens, with "
+    "recomputation. Absent unless every rank counts them.", RUN, "training_hardware_flops_total")
+RUN_STEP_CAPACITY_FLOPS_TOTAL = counter("run_step_capacity_flops_total", "Dense peak of the ranks' GPUs times "
+    "seconds in steps. Absent unless every rank has an MFU.", RUN, "training_capacity_flops_total")
+RUN_TOKENS_TOTAL = counter("run_tokens_total", "Tokens of the run, with re-executed steps.", RUN,
+    "training_tokens_total")
+RUN_STEPS_TOTAL = counter("run_steps_total", "Optimizer steps of the run, with re-executed ones.", RUN,
+    "training_step_duration_seconds")
+RUN_STEP_SECONDS_TOTAL = counter("run_step_seconds_total", "Duration of run_steps_total.", RUN,
+    "training_step_duration_seconds")
+RUN_PAGE = gauge("run_page", "1 if the script asks for pages, else 0.", RUN, "flopwatch.training.Run(page=...)")
 RUN_START_TIMESTAMP_SECONDS = gauge("run_start_timestamp_seconds",
     "Time of the run's first process start, as Unix time.", RUN, "flopwatch.ledger.run")

@@ -3,7 +3,7 @@
 Series about the whole run have no label `rank` and a budget of their own. The lowest rank that has them reports them.
 """
 
-from flopwatch.catalogue.row import RANK, counter, gauge, histogram, info
+from flopwatch.catalogue.row import RANK, counter, gauge, histogram, info, sparse
 
 _RUN = ("run",)
 PHASES = ("host_to_device", "forward", "backward", "optimizer", "garbage_collection")
@@ -43,10 +43,10 @@ TRAINING_PEAK_FLOPS_PER_SECOND = gauge("training_peak_flops_per_second",
     "Dense peak FLOP/s of this rank's GPU for the declared dtype.", RANK, "flopwatch.flops.peaks, or declared")
 TRAINING_MFU_UNAVAILABLE = gauge("training_mfu_unavailable", "1 with the reason why this rank has no MFU. Absent if "
     "the rank has an MFU.", (*RANK, "reason"), "flopwatch.training.run")
-TRAINING_ACTIVITY_SECONDS_TOTAL = counter("training_activity_seconds_total", "Wall clock of this process by activity: "
-    "startup, step, compile, data_stall, checkpoint_save, checkpoint_restore, evaluation, "
+TRAINING_ACTIVITY_SECONDS_TOTAL = sparse(counter("training_activity_seconds_total", "Wall clock of this process by "
+    "activity: startup, step, compile, data_stall, checkpoint_save, checkpoint_restore, evaluation, "
     "generation, other. Activities are "
-    "exclusive and sum to the process's age.", (*RANK, "activity"), "monotonic clock of the training process")
+    "exclusive and sum to the process's age.", (*RANK, "activity"), "monotonic clock of the training process"))
 TRAINING_MISSED_MARKS_TOTAL = counter("training_missed_marks_total", "Points in the GPU's work whose time is unknown, "
     "because no CUDA event was free. Their steps are not measured. Absent while there are none.", RANK,
     "flopwatch.training.torch.device")
@@ -78,6 +78,9 @@ TRAINING_MEASURED_STEPS_TOTAL = counter("training_measured_steps_total",
 TRAINING_MEASURED_TOKENS_TOTAL = counter("training_measured_tokens_total",
     "This rank's share of the tokens in the steps of training_measured_steps_total. Sent to the ledger, not served.",
     RANK, "flopwatch.training.run")
+TRAINING_COMPUTING_SQUARE_SECONDS_TOTAL = counter("training_computing_square_seconds_total",
+    "Sum of the squares of the seconds in each step of training_measured_steps_total in which this rank did not "
+    "wait. It shows how much steps vary. Sent to the ledger, not served.", RANK, "flopwatch.training.run")
 TRAINING_SAMPLED_EVERY_STEPS = gauge("training_sampled_every_steps",
     "Phases and waits are measured in one of this many steps. Reported by one rank.", _RUN, "flopwatch.training.run")
 TRAINING_COLLECTIVE_SEQUENCE_NUMBER = gauge("training_collective_sequence_number",
@@ -86,8 +89,9 @@ TRAINING_COLLECTIVE_SEQUENCE_NUMBER = gauge("training_collective_sequence_number
     "torch.distributed's default process group")
 TRAINING_GROUP_SEQUENCE_NUMBER = gauge("training_group_sequence_number",
     "Sequence number of the last collective this rank started in a process group other than the default one, by the "
-    "group's kind and ranks. Sent to the ledger, not served.", (*RANK, "group", "ranks"),
-    "torch.distributed's process groups")
+    "group's kind and ranks. For two neighbours of a pipeline, number of messages in one direction (pp_forward, "
+    "pp_backward). Sent to the ledger, not served.",
+    (*RANK, "group", "ranks"), "torch.distributed's process groups")
 TRAINING_STUCK_FRAME_INFO = info("training_stuck_frame_info",
     "Line of the job's own code at which this rank's training loop is stuck. Absent unless its current step is "
     "unusually long.", (*RANK, "at"), "Python's frames, in the thread that pushes")

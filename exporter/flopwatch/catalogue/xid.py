@@ -9,7 +9,7 @@ import csv
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
+from pathlib import Path
 
 SXID_SEVERITIES = {"always fatal": "fatal", "potentially fatal": "critical", "non-fatal": "warning"}  # by class
 
@@ -52,5 +52,5 @@ def sxids() -> Mapping[str, XidMeaning]:
 
 def read_table(name: str) -> list[dict[str, str]]:
     """Return the rows of a CSV file in data/ as dictionaries by column heading."""
-    text = (resources.files("flopwatch") / "data" / name).read_text(encoding="utf-8")
+    text = (Path(__file__).parents[1] / "data" / name).read_text(encoding="utf-8")
     return list(csv.DictReader(text.splitlines()))

@@ -1,7 +1,5 @@
 """Commands of the command line, one module each. The function `add` of a module registers its command."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import sys
@@ -38,7 +36,7 @@ def given(options: argparse.Namespace, settings: type[Any]) -> dict[str, Any]:
     return {name: value for name, value in vars(options).items() if name in names and value is not None}
 
 
-def sources(settings: ExporterSettings) -> SourcesFactory:
+def sources(settings: ExporterSettings) -> "SourcesFactory":
     """Return the factory of sources for reader processes: of the simulated node with --simulate, else of this host."""
     if settings.simulate is not None:
         from flopwatch.simulate.sources import create

@@ -22,8 +22,16 @@ def run(options: argparse.Namespace) -> None:
 
     if options.folder.exists():
         raise SettingsError(f"{options.folder} is there already; give a folder that does not exist yet")
+    if options.simulated is None:
+        import pynvml
+
+        library: Any = pynvml
+    else:
+        from flopwatch.simulate.pynvml import Simulation
+
+        library = Simulation(options.simulated)
     taken = capture(
-        _library(options.simulated),
+        library,
         options.sysfs,
         options.kmsg,
         [options.host, ExporterSettings().host],
@@ -38,17 +46,6 @@ def run(options: argparse.Namespace) -> None:
     print(f"captured {len(taken.files)} files in {options.folder}; look through them before you publish them")
     for line in taken.missing:
         print(f"not captured: {line}")
-
-
-def _library(simulated: Path | None) -> Any:
-    """Return the pynvml module, or its replacement for a simulated node."""
-    if simulated is not None:
-        from flopwatch.simulate import pynvml as simulation
-
-        return simulation.load(simulated)
-    import pynvml
-
-    return pynvml
 
 
 def _people() -> list[str]:

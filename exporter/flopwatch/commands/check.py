@@ -1,7 +1,5 @@
 """`flopwatch check`: report whether this node is fit for training."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time
@@ -40,7 +38,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 @contextmanager
-def _look(options: argparse.Namespace, settings: ExporterSettings) -> Iterator[Look]:
+def _look(options: argparse.Namespace, settings: ExporterSettings) -> "Iterator[Look]":
     """Yield a function that returns the node's samples. With --url, raises NotListening if no exporter listens there.
 
     Without --url, the samples are from the exporter at URL if one listens, else from the hardware. With --direct,
@@ -54,9 +52,12 @@ def _look(options: argparse.Namespace, settings: ExporterSettings) -> Iterator[L
         url = options.url or URL
         files = (options.ca_file, options.cert_file, options.key_file)
         tls = client_tls(*files) if url.startswith("https:") else None
-        password = _password(options.password_file)
+        try:
+            password = "" if options.password_file is None else options.password_file.read_text().rstrip("\r\n")
+        except OSError as error:
+            raise SettingsError(f"--password-file {options.password_file}: {error.strerror}") from None
 
-        def look() -> list[Sample]:
+        def look() -> "list[Sample]":
             return check.ask(url, options.deadline, tls, options.user or "", password)
 
         try:
@@ -71,16 +72,7 @@ def _look(options: argparse.Namespace, settings: ExporterSettings) -> Iterator[L
         yield look_here
 
 
-def _password(file: Path | None) -> str:
-    if file is None:
-        return ""
-    try:
-        return file.read_text().rstrip("\r\n")
-    except OSError as error:
-        raise SettingsError(f"--password-file {file}: {error.strerror}") from None
-
-
-def _judged(options: argparse.Namespace, settings: ExporterSettings, look: Look) -> tuple[str, int]:
+def _judged(options: argparse.Namespace, settings: ExporterSettings, look: "Look") -> tuple[str, int]:
     from flopwatch.node.health import check
     from flopwatch.node.health.expectations import Expectations, load
     from flopwatch.node.health.verdict import Verdict
@@ -109,7 +101,7 @@ def _judged(options: argparse.Namespace, settings: ExporterSettings, look: Look)
     return check.as_json(judgement) if options.format == "json" else check.text(judgement)
 
 
-def _record(options: argparse.Namespace, settings: ExporterSettings, samples: list[Sample]) -> tuple[str, int]:
+def _record(options: argparse.Namespace, settings: ExporterSettings, samples: "list[Sample]") -> tuple[str, int]:
     from flopwatch.node.collectors import StateFile
     from flopwatch.node.health import check
     from flopwatch.node.health.expectations import Expectations, learnt_file

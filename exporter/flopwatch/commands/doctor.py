@@ -1,8 +1,10 @@
 """`flopwatch doctor`: report what can be read on this node, and the owners of its GPUs."""
 
 import argparse
+import json
 import os
 import shutil
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 
@@ -21,11 +23,12 @@ def run(options: argparse.Namespace) -> int:
     settings = ExporterSettings(**chosen)
     import pynvml  # noqa: F401  # of the extra, and what reads the GPUs is another process
 
-    from flopwatch.node.health.doctor import examine, to_json
+    from flopwatch.node.health.doctor import examine
     from flopwatch.node.health.doctor_text import page
 
     report = examine(settings, sources(settings))
-    print(to_json(report) if options.json else page(report, shutil.get_terminal_size().columns), end="")
+    width = shutil.get_terminal_size().columns
+    print(json.dumps(asdict(report), indent=1) if options.json else page(report, width), end="")
     return 1 if report.problems else 0
 
 

@@ -57,7 +57,13 @@ def flags(parser: argparse.ArgumentParser) -> None:
     text = f"profiling fields to sample with --dcgm, in one pass of the hardware (default {node.dcgm_fields})"
     add("--dcgm-fields", "IDS", text)
     add("--expose", "NAMES", "publish dcgm-exporter's names too: dcgm, dcgm-4.8 or dcgm-4.9 (docs/dcgm.md)")
+    text = "core, what the shipped rules, boards and reports read, or full "
+    add("--series", "LEVEL", text + f"(default {node.series}; docs/metrics.md)")
     add("--state", "DIR", f"inventory, Xid counts, embedded ledger, spool (default {node.state})", Path)
+    text = "NCCL's RAS, which is asked about an overdue step, as in NCCL_RAS_ADDR of the job, or off "
+    add("--ras", "HOST:PORT", text + "(default NCCL_RAS_ADDR, else localhost:28028; docs/stragglers.md)")
+    text = "folder in which NCCL Inspector writes the durations of collectives, or otlp if they are only pushed. "
+    add("--inspector", "DIR", text + "Needs --ledger (docs/inspector.md)")
     add("--simulate", "NODE", "simulate a node instead of reading hardware: h100x8")
     add("--ledger", "WHERE", f"run accounting: embedded, a URL, or off (default {node.ledger})")
     add("--otlp-token-file", "FILE", "bearer token that pushes must carry", Path)

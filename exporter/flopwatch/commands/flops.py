@@ -1,7 +1,5 @@
 """`flopwatch flops`: print the FLOPs of a model from its config.json, term by term."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from dataclasses import replace
@@ -31,7 +29,7 @@ def run(options: argparse.Namespace) -> None:
     print(json.dumps(answer, indent=2) if options.json else _page(model, answer, options))
 
 
-def _model(options: argparse.Namespace) -> Transformer:
+def _model(options: argparse.Namespace) -> "Transformer":
     from flopwatch.flops import Transformer, from_config
 
     file = options.config / "config.json" if options.config.is_dir() else options.config
@@ -51,7 +49,7 @@ def _model(options: argparse.Namespace) -> Transformer:
         raise SettingsError(f"{file}: {error}") from None
 
 
-def _answer(model: Transformer, options: argparse.Namespace) -> dict[str, Any]:
+def _answer(model: "Transformer", options: argparse.Namespace) -> dict[str, Any]:
     s, convention = options.seq_len, options.convention
     terms: dict[str, int] = {}
     for term in model.terms(s, convention):
@@ -78,7 +76,7 @@ def _per_token(flops: int, tokens: int) -> int | float:
     return flops / tokens if flops % tokens else flops // tokens
 
 
-def _page(model: Transformer, answer: dict[str, Any], options: argparse.Namespace) -> str:
+def _page(model: "Transformer", answer: dict[str, Any], options: argparse.Namespace) -> str:
     total = answer["flops_per_sequence"]
     rows = [("term", "product", "FLOPs per sequence", "share")]
     rows += [

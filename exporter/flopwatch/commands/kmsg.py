@@ -15,16 +15,12 @@ def run(options: argparse.Namespace) -> None:
     serve(settings)
 
 
-def _socket(text: str) -> Path:
-    """Parse the path of a unix socket. The prefix `unix:`, as in the exporter's --kmsg, is allowed."""
-    return Path(text.removeprefix("unix:"))
-
-
 def add(commands: Commands) -> None:
     """Register the command and its flags."""
     defaults = KmsgSettings()
     parser = command(commands, "kmsg", run, "stream the kernel log to an exporter that may not read it")
     text = f"unix socket; the exporter reads it with --kmsg unix:SOCKET (default {defaults.listen})"
-    flag(parser, "--listen", "SOCKET", text, _socket)
+    # The prefix is allowed, as in the exporter's --kmsg.
+    flag(parser, "--listen", "SOCKET", text, lambda path: Path(path.removeprefix("unix:")))
     flag(parser, "--kmsg", "FILE", f"the kernel log (default {defaults.kmsg})", Path)
     flag(parser, "--group", "NAME", "group that may connect, in addition to this user")

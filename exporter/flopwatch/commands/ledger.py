@@ -1,7 +1,5 @@
 """`flopwatch ledger`: serve the accounting of a cluster's runs, or query a running ledger."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path
@@ -66,7 +64,7 @@ def export(options: argparse.Namespace) -> None:
     print(json.dumps(record, indent=2) if options.format == "json" else attempts_csv(record).removesuffix("\n"))
 
 
-def _client(options: argparse.Namespace) -> LedgerClient:
+def _client(options: argparse.Namespace) -> "LedgerClient":
     """Return a client of the ledger that the flags name. Raises SettingsError."""
     from flopwatch.ledger.client import LedgerClient
 

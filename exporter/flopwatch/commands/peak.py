@@ -4,13 +4,10 @@ Without a name, the card is the first that CUDA's driver lists. Unlike NVML, it 
 MIG slices: https://docs.nvidia.com/cuda/cuda-driver-api/index.html.
 """
 
-from __future__ import annotations
-
 import argparse
 import ctypes
 import json
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flopwatch.commands import Commands, command, seconds
 from flopwatch.settings import SettingsError
@@ -39,7 +36,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _table(name: str, dtype: str) -> Peak | str:
+def _table(name: str, dtype: str) -> "Peak | str":
     """Return the peak in the table, or the reason why the table has none."""
     from flopwatch.flops.peaks import UnknownPeak, peak
 
@@ -84,10 +81,10 @@ def _per_second(flops: float, dtype: str) -> str:
     return f"{flops / 1e12:,.4g} T{unit}" if flops >= 1e11 else f"{flops / 1e9:,.4g} G{unit}"
 
 
-def present_card(library: Callable[[str], Any] | None = None) -> str:
+def present_card() -> str:
     """Return the name of the first card that CUDA's driver lists. Raises SettingsError without a card."""
     try:
-        cuda: Any = (library or ctypes.CDLL)("libcuda.so.1")
+        cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
         raise SettingsError("there is no NVIDIA driver here; give the card's name, as nvidia-smi prints it") from None
     device, name = ctypes.c_int(), ctypes.create_string_buffer(256)

@@ -5,8 +5,6 @@ and has its own sys.argv and sys.path[0]. Exit status, exceptions and Ctrl-C wor
 PyTorch: training/autolog attaches its hooks once the script has.
 """
 
-from __future__ import annotations
-
 import argparse
 import builtins
 import io

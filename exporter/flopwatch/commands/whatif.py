@@ -3,12 +3,9 @@
 Format and method: `flopwatch.verdicts.operations`.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +33,7 @@ def run(options: argparse.Namespace) -> None:
     print(json.dumps(answer, indent=2) if options.json else page(answer))
 
 
-def analysis(replay: Replay) -> dict[str, Any]:
+def analysis(replay: "Replay") -> dict[str, Any]:
     """Return the seconds of a step as traced, with all operations of a kind alike, and without the slowest workers.
 
     A slowdown is that of a step in which only one part of the job keeps its traced times, as a ratio to a step in which
@@ -47,24 +44,24 @@ def analysis(replay: Replay) -> dict[str, Any]:
     stages = sorted({operation.stage for operation in operations})
     ideal, traced = replay.step_seconds(), replay.step_seconds(lambda replica, operation: True)
 
-    def alone(measured: Callable[[int, Operation], bool]) -> float:
-        return replay.step_seconds(measured) / ideal
+    def alone(part: "Callable[[int, Operation], object]", value: object) -> float:
+        """Return the slowdown if only the operations whose `part` is `value` keep their traced times."""
+        return replay.step_seconds(lambda replica, operation: part(replica, operation) == value) / ideal
 
-    by_kind = {kind: alone(partial(_is_of_kind, kind)) for kind in kinds}
-    by_stage = {stage: alone(partial(_is_of_stage, stage)) for stage in stages}
-    by_replica = {replica: alone(partial(_is_of_replica, replica)) for replica in replay.replicas}
+    def without(workers: Sequence[Worker]) -> float:
+        return replay.step_seconds(lambda replica, operation: (replica, operation.stage) not in workers)
+
+    by_kind = {kind: alone(lambda _, operation: operation.kind, kind) for kind in kinds}
+    by_stage = {stage: alone(lambda _, operation: operation.stage, stage) for stage in stages}
+    by_replica = {replica: alone(lambda replica, _: replica, replica) for replica in replay.replicas}
     # A worker slows its stage and its replica, so the lower of the two bounds its own part.
     workers = sorted(
         ((replica, stage) for replica in replay.replicas for stage in stages),
         key=lambda worker: -min(by_replica[worker[0]], by_stage[worker[1]]),
     )[:MAX_WORKERS]
-    by_worker = {worker: alone(partial(_is_of_worker, worker)) for worker in workers}
+    by_worker = {worker: alone(lambda replica, operation: (replica, operation.stage), worker) for worker in workers}
     slowest = sorted(by_worker, key=lambda worker: -by_worker[worker])
-    mended = {
-        number: replay.step_seconds(partial(_is_of_no_worker, frozenset(slowest[:number])))
-        for number in MENDED
-        if number <= len(slowest)
-    }
+    mended = {number: without(slowest[:number]) for number in MENDED if number <= len(slowest)}
     return {
         "steps": len(replay.steps),
         "replicas": len(replay.replicas),
@@ -80,26 +77,6 @@ def analysis(replay: Replay) -> dict[str, Any]:
         ],
         "mended": {str(number): seconds for number, seconds in mended.items()},
     }
-
-
-def _is_of_kind(kind: str, replica: int, operation: Operation) -> bool:
-    return operation.kind == kind
-
-
-def _is_of_stage(stage: int, replica: int, operation: Operation) -> bool:
-    return operation.stage == stage
-
-
-def _is_of_replica(own: int, replica: int, operation: Operation) -> bool:
-    return replica == own
-
-
-def _is_of_worker(worker: Worker, replica: int, operation: Operation) -> bool:
-    return (replica, operation.stage) == worker
-
-
-def _is_of_no_worker(workers: frozenset[Worker], replica: int, operation: Operation) -> bool:
-    return (replica, operation.stage) not in workers
 
 
 def page(answer: dict[str, Any]) -> str:

@@ -333,13 +333,11 @@ class Transformer:
         ]
         return scores + [_Scores("mtp_attention_scores", self.mtp_layers, windows[-1])] * bool(self.mtp_layers)
 
-    def _score_dims(self) -> int:
-        """Return half the forward FLOPs (QK and PV) of one token attending to one key in one layer."""
-        m = self.latent
-        return self.heads * (2 * self._head_dim() if m is None else m.nope_dim + m.rope_dim + m.value_dim)
-
     def _forward_scores(self, scores: _Scores, sequence_length: int, convention: Convention) -> int:
-        return self._score_dims() * scores.layers * _pairs_twice(sequence_length, scores.window, convention)
+        m = self.latent
+        # Half the forward FLOPs (QK and PV) of one token attending to one key in one layer.
+        dims = self.heads * (2 * self._head_dim() if m is None else m.nope_dim + m.rope_dim + m.value_dim)
+        return dims * scores.layers * _pairs_twice(sequence_length, scores.window, convention)
 
     def _scores_product(self, scores: _Scores, s: int, convention: Convention) -> str:
         w, m = scores.window, self.latent

@@ -1,7 +1,5 @@
 """HTTP client between flopwatch processes: ignores proxies, follows no redirect, verifies server certificates."""
 
-from __future__ import annotations
-
 import functools
 import ssl
 from collections.abc import Mapping
@@ -26,6 +24,9 @@ def client_tls(ca_file: Path | None, cert_file: Path | None = None, key_file: Pa
     return context
 
 
+_system_tls = functools.cache(lambda: client_tls(None))
+
+
 def url_tls(url: str, ca_file: Path | None) -> ssl.SSLContext:
     """Return the client's TLS context for a URL. For http:// it is empty, because loading CAs takes time."""
     return client_tls(ca_file) if url.startswith("https:") else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -33,7 +34,7 @@ def url_tls(url: str, ca_file: Path | None) -> ssl.SSLContext:
 
 def client(
     tls: ssl.SSLContext | None = None, *, timeout: float, headers: Mapping[str, str] | None = None
-) -> httpx.Client:
+) -> "httpx.Client":
     """Return an HTTP client for a `with` statement. `timeout` in seconds bounds each read and write.
 
     Requests raise httpx.HTTPError, or httpx.InvalidURL for a wrong URL. A redirect is returned as the response, because
@@ -50,7 +51,7 @@ def client(
     )
 
 
-def read(response: httpx.Response, limit: int) -> bytes:
+def read(response: "httpx.Response", limit: int) -> bytes:
     """Return at most `limit` bytes of the body of a streamed response."""
     content = bytearray()
     for chunk in response.iter_bytes():
@@ -68,8 +69,3 @@ def reason(error: BaseException) -> BaseException:
             return cause
         cause = cause.__cause__ or cause.__context__
     return error
-
-
-@functools.cache
-def _system_tls() -> ssl.SSLContext:
-    return client_tls(None)

@@ -5,7 +5,7 @@ responses. Programs such as Prometheus and the hook send none of the headers tha
 https://developer.mozilla.org/docs/Web/HTTP/Reference/Headers/Sec-Fetch-Site
 """
 
-from collections.abc import Awaitable, Callable, Collection, MutableMapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, MutableMapping
 from typing import Any
 
 from starlette.responses import PlainTextResponse
@@ -21,8 +21,7 @@ LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 def own_names(address: Address, authenticated: bool) -> tuple[str, ...]:
     """Return the names under which clients may request a server at `address`. Empty: any name.
 
-    Only a loopback address has known names. Authentication protects a server under any name, because another site's
-    page has no password, token or certificate.
+    Only a loopback address has known names. Authentication protects any name: another site's page has no credentials.
     """
     return (*LOOPBACK_NAMES, address.host) if address.loopback and not authenticated else ()
 
@@ -31,7 +30,7 @@ def guarded(app: App, names: Collection[str] = ()) -> App:
     """Return `app` without requests that a page of another site made, or whose Host header is not one of `names`."""
 
     async def guard(scope: Scope, receive: Callable[..., Any], send: Callable[..., Any]) -> None:
-        refused = _refusal(scope, names) if scope["type"] == "http" else None
+        refused = refusal(scope, names) if scope["type"] == "http" else None
         if refused is None:
             await app(scope, receive, send)
         else:
@@ -47,7 +46,13 @@ def hostname(host: str) -> str:
     return name.strip("[]").lower()
 
 
-def _refusal(scope: Scope, names: Collection[str]) -> tuple[int, str] | None:
+def refuses(method: str, headers: Mapping[str, str], names: Collection[str]) -> bool:
+    """Return whether `guarded` refuses a request with this method and these headers, whose names are in lower case."""
+    scope = {"method": method, "headers": [(name.encode(), value.encode()) for name, value in headers.items()]}
+    return refusal(scope, names) is not None
+
+
+def refusal(scope: Scope, names: Collection[str]) -> tuple[int, str] | None:
     """Return status and reason with which to refuse a request, or None."""
     headers = {name: value.decode("latin-1") for name, value in scope["headers"] if name in _READ}
     host = headers.get(b"host", "")

@@ -6,8 +6,6 @@ on or off and never disables authentication, because editors truncate a file bef
 `ssl` lacks are errors. http2 and prefer_server_cipher_suites have no effect.
 """
 
-from __future__ import annotations
-
 import importlib
 import logging
 import os
@@ -81,7 +79,7 @@ class Tls:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """Return the files with certificates and keys."""
+        """Return the files with certificates and keys: certificate, key and, if given, the clients' CA."""
         files = (self.cert_file, self.key_file, self.client_ca_file)
         return tuple(file for file in files if file is not None)
 
@@ -89,8 +87,11 @@ class Tls:
         """Return the listener's TLS context. Raises SettingsError if a file cannot be used."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version, context.maximum_version = self.min_version, self.max_version
-        for key, file in (("cert_file", self.cert_file), ("key_file", self.key_file)):
-            _readable(key, file)
+        for key, file in zip(("cert_file", "key_file", "client_ca_file"), self.files, strict=False):
+            try:
+                file.open("rb").close()
+            except OSError as error:
+                raise SettingsError(f"{key} {file}: {error.strerror}") from None
         try:
             if self.ciphers:
                 context.set_ciphers(self.ciphers)
@@ -102,7 +103,6 @@ class Tls:
                 f"{getattr(error, 'reason', None) or error}"
             ) from None
         if self.client_ca_file is not None:
-            _readable("client_ca_file", self.client_ca_file)
             try:
                 context.load_verify_locations(self.client_ca_file)
             except OSError as error:
@@ -166,7 +166,7 @@ class _TlsSection(_Section):
     prefer_server_cipher_suites: _Flag = ""
 
     @model_validator(mode="after")
-    def _consistent(self) -> _TlsSection:
+    def _consistent(self) -> "_TlsSection":
         if not _CIPHERS.keys() >= set(self.cipher_suites):
             raise _wrong("cipher_suites", f"may have {', '.join(_CIPHERS)}")
         for key in ("cert_file", "key_file") if self.model_fields_set else ():
@@ -249,7 +249,7 @@ def parse(text: str, base: Path = Path()) -> WebConfig:
     return WebConfig(file.tls_server_config.settings(base), file.basic_auth_users, headers)
 
 
-def _message(error: ErrorDetails, lines: Mapping[Loc, int]) -> str:
+def _message(error: "ErrorDetails", lines: Mapping[Loc, int]) -> str:
     """Return a validation error's text with line and key, without the value, because it may be a secret."""
     context, loc, kind = error.get("ctx", {}), error["loc"], error["type"]
     problem = _PROBLEMS.get(kind, str(context.get("error", "")))
@@ -267,7 +267,7 @@ def _message(error: ErrorDetails, lines: Mapping[Loc, int]) -> str:
     return f"line {lines[loc]}: {''.join(f'{name}: ' for name in sections[-1:])}{key} {problem}"
 
 
-def _compose(text: str) -> Node | None:
+def _compose(text: str) -> "Node | None":
     """Return the root node of a YAML document, without constructing Python objects. Raises SettingsError."""
     try:
         import yaml
@@ -286,7 +286,7 @@ def _compose(text: str) -> Node | None:
         raise SettingsError("this is not a web configuration: it is nested too deeply") from None
 
 
-def _plain(node: Node | None, loc: Loc, lines: dict[Loc, int]) -> Any:
+def _plain(node: "Node | None", loc: Loc, lines: dict[Loc, int]) -> Any:
     """Return a YAML node as strings, lists and dictionaries, and add each line to `lines`. Raises SettingsError."""
     from yaml import MappingNode, SequenceNode
 
@@ -308,20 +308,8 @@ def _plain(node: Node | None, loc: Loc, lines: dict[Loc, int]) -> Any:
     return content
 
 
-def _readable(key: str, file: Path) -> None:
-    try:
-        with file.open("rb"):
-            pass
-    except OSError as error:
-        raise SettingsError(f"{key} {file}: {error.strerror}") from None
-
-
-def _signature(files: tuple[Path, ...]) -> tuple[tuple[int, int, int] | None, ...]:
-    """Return a value that changes when one of the files is replaced or written."""
-    return tuple(_stat(file) for file in files)
-
-
-def _stat(file: Path) -> tuple[int, int, int] | None:
+def _signature(file: Path) -> tuple[int, int, int] | None:
+    """Return a value that changes when the file is replaced or written, None if there is no file."""
     try:
         status = os.stat(file)
     except OSError:
@@ -340,10 +328,9 @@ class Web:
         self.config, self.context = self._read()
 
     def _read(self) -> tuple[WebConfig, ssl.SSLContext | None]:
-        # Signatures are taken before the files are read, so that no change is missed, and also of files that cannot be
-        # used, so that the error is logged once.
+        # Signatures are taken before files are read, so that no change is missed. An unusable file is logged once.
         self._files: tuple[Path, ...] = (self._file,)
-        self._seen = _signature(self._files)
+        self._seen = tuple(map(_signature, self._files))
         try:
             config = parse(self._file.read_text(errors="replace"), self._file.parent)
             if config.users:
@@ -351,7 +338,7 @@ class Web:
             if config.tls is None:
                 return config, None
             self._files += config.tls.files
-            self._seen += _signature(config.tls.files)
+            self._seen += tuple(map(_signature, config.tls.files))
             return config, config.tls.context()
         except OSError as error:
             raise SettingsError(f"{self._name}: {error.strerror}") from None
@@ -366,7 +353,7 @@ class Web:
         Keep the old settings, and log why, if the new ones are invalid, switch TLS on or off or disable authentication.
         """
         with self._lock:
-            if _signature(self._files) == self._seen:
+            if tuple(map(_signature, self._files)) == self._seen:
                 return
             try:
                 config, context = self._read()
@@ -382,13 +369,14 @@ class Web:
             self.config, self.context = config, context
             log.info("reloaded %s", self._name)
 
-    def secure(self, config: uvicorn.Config) -> None:
+    def secure(self, config: "uvicorn.Config") -> None:
         """Add TLS to a uvicorn server if the file configures TLS."""
         if self.context is None:
             return
         if not config.loaded:
             config.load()
-        config.ssl = ReloadingSSLContext(self)
+        config.ssl = context = ReloadingSSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.web = self
 
     def protect(self, app: ASGIApp, own: str | None = None) -> ASGIApp:
         """Return an application that requires a password and adds the configured headers to responses.
@@ -405,7 +393,8 @@ class Web:
             send = _with_headers(send, config.headers)
             allowed: bool | None = True
             if config.users and (own is None or not str(scope["path"]).startswith(own)):
-                allowed = await self._passwords.check(config.users, _authorization(scope))
+                given = [bytes(value) for name, value in scope["headers"] if name == b"authorization"]
+                allowed = await self._passwords.check(config.users, given[0] if len(given) == 1 else b"")
             if allowed:
                 await app(scope, receive, send)
             elif allowed is None:
@@ -420,25 +409,13 @@ class Web:
 class ReloadingSSLContext(ssl.SSLContext):
     """TLS context with the current certificates for each connection, because asyncio calls `wrap_bio` for each."""
 
-    _web: Web
-
-    def __new__(cls, web: Web) -> ReloadingSSLContext:
-        """Make a context for servers, because SSLContext takes the protocol here and not in __init__."""
-        return super().__new__(cls, ssl.PROTOCOL_TLS_SERVER)
-
-    def __init__(self, web: Web) -> None:
-        self._web = web
+    web: Web
 
     def wrap_bio(self, *arguments: Any, **keywords: Any) -> ssl.SSLObject:
         """Return the TLS object of a new connection, after changed files were reloaded."""
-        self._web.refresh()
-        assert self._web.context is not None
-        return self._web.context.wrap_bio(*arguments, **keywords)
-
-
-def _authorization(scope: Scope) -> bytes:
-    values = [bytes(value) for name, value in scope["headers"] if name == b"authorization"]
-    return values[0] if len(values) == 1 else b""
+        self.web.refresh()
+        assert self.web.context is not None
+        return self.web.context.wrap_bio(*arguments, **keywords)
 
 
 def _with_headers(send: Send, headers: tuple[tuple[str, str], ...]) -> Send:

@@ -1,18 +1,20 @@
-"""API of a ledger, standalone or embedded in an exporter: GET /v1/runs, GET /v1/runs/record, POST /v1/runs/close."""
+"""API of a ledger, standalone or in an exporter: GET /v1/runs and its record and stacks, POST /v1/runs/close."""
 
 import json
 import sqlite3
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter, HTTPException, Request, Response
 from fastapi.concurrency import run_in_threadpool
 
 from flopwatch.http import server as http_server
 from flopwatch.http.guard import LOOPBACK_NAMES, hostname
-from flopwatch.ledger.attempt import END_OF_RUN
-from flopwatch.ledger.record import RecordError
+from flopwatch.ledger.attempt import END_OF_RUN, EndOfRun
+from flopwatch.ledger.record import RecordError, refusal
 from flopwatch.ledger.store import AlreadyEnded, NoSuchRun, Store
+from flopwatch.ledger.tables import stacks_text
 
 # Raises Unauthorized for a request without permission.
 Authorize = Callable[[Request], None]
@@ -23,14 +25,22 @@ STATUS_CODES |= {http_server.Unauthorized: 401, http_server.BodyTimeout: 408, ht
 STATUS_CODES |= {http_server.UnsupportedType: 415}
 
 
+class _End(msgspec.Struct):
+    run: str
+    tenant: str | None = None
+    status: EndOfRun = "stopped"
+
+
 def runs_router(store: Store, may_read: Authorize, may_close: Authorize) -> APIRouter:
     """Return the API's routes over `store`. `may_read` and `may_close` raise Unauthorized to refuse a request."""
     router = APIRouter()
 
-    def read(request: Request, result: Callable[[], Any]) -> Response:
+    def read(request: Request, result: Callable[[], Any], media: str = "application/json") -> Response:
         try:
             may_read(request)
-            return Response(json.dumps(result()), media_type="application/json")
+            found = result()
+            text = found if isinstance(found, str) else json.dumps(found)
+            return Response(text, media_type=media, headers={"X-Content-Type-Options": "nosniff"})
         except tuple(STATUS_CODES) as error:
             raise _refusal(error) from None
 
@@ -42,14 +52,21 @@ def runs_router(store: Store, may_read: Authorize, may_close: Authorize) -> APIR
     def record(request: Request, run: str, tenant: str | None = None) -> Response:
         return read(request, lambda: store.figures(run, tenant))
 
+    @router.get("/v1/runs/stacks")
+    def stacks(request: Request, run: str, tenant: str | None = None) -> Response:
+        return read(request, lambda: stacks_text(store.figures(run, tenant)), "text/plain")
+
     @router.post("/v1/runs/close")
     async def close(request: Request) -> dict[str, Any]:
         """End the run that the JSON body {"run", "tenant", "status"} names, and return its previous state."""
         try:
             may_close(request)
-            http_server.require_json(request)
-            run, tenant, status = _parse_close(await http_server.read_body(request))
-            return await run_in_threadpool(store.close_run, run, tenant, status)
+            http_server.require_json(request.headers)
+            end = msgspec.json.decode(await http_server.read_body(request), type=_End)
+            return await run_in_threadpool(store.close_run, end.run, end.tenant, end.status)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            reason = refusal(error, status=END_OF_RUN)
+            raise HTTPException(400, f'not {{"run": ..., "tenant": ..., "status": ...}}: {reason}') from None
         except tuple(STATUS_CODES) as error:
             raise _refusal(error) from None
         except sqlite3.Error as error:
@@ -61,18 +78,6 @@ def runs_router(store: Store, may_read: Authorize, may_close: Authorize) -> APIR
 def _refusal(error: Exception) -> HTTPException:
     several = isinstance(error, NoSuchRun) and error.several
     return HTTPException(409 if several else STATUS_CODES[type(error)], str(error))
-
-
-def _parse_close(body: bytes) -> tuple[str, str | None, str]:
-    """Return run, tenant and status in the body of a request. Raises HTTPException 400 if it is malformed."""
-    try:
-        fields = json.loads(body)
-        run, tenant, status = fields["run"], fields.get("tenant"), fields.get("status", "stopped")
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        raise HTTPException(400, 'not {"run": ..., "tenant": ..., "status": ...}') from None
-    if not isinstance(run, str) or not isinstance(tenant, str | None) or status not in END_OF_RUN:
-        raise HTTPException(400, f"run and tenant are text, and status is one of {', '.join(END_OF_RUN)}")
-    return run, tenant, status
 
 
 def of_this_machine(request: Request) -> None:

@@ -1,17 +1,18 @@
 """Attempt of a run, and the last report of each node. A renamed field is a new format of the ledger's file."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf
-from typing import Any
+from typing import Any, Literal, get_args
+
+import msgspec
 
 from flopwatch.ledger.record import STATUSES
-from flopwatch.ledger.slowdowns import Pace, shallow_dict
+from flopwatch.ledger.slowdowns import Pace
 
 ENDS = (*STATUSES, "silent")
-END_OF_RUN = ("completed", "stopped")
+EndOfRun = Literal["completed", "stopped"]
+END_OF_RUN: tuple[str, ...] = get_args(EndOfRun)
 UNPLANNED = ("failed", "silent")
 
 
@@ -40,6 +41,9 @@ class ReportingNode:
     flops_step: float = 0.0
     fell: float | None = None  # since when it reports fewer FLOPs than before
     mark: float = 0.0  # steps up to here add no retained FLOPs
+    work: dict[str, float] = field(default_factory=dict)  # totals of its processes
+    uncounted: list[str] = field(default_factory=list)  # names in `work` that its last record lacks
+    work_fell: float | None = None  # since when it reports less work than before
     end: str | None = None
     whole: bool = False  # whether it began with a start, which reports all its GPUs
     fewer: float | None = None  # since when it reports fewer GPUs than before
@@ -49,19 +53,20 @@ class ReportingNode:
         """Return the Unix time up to which the node's activities are known: process start plus age."""
         return self.start + self.age
 
+    def counts(self, name: str) -> bool:
+        """Return whether the node's last record has this total of its work."""
+        return name in self.work and name not in self.uncounted
+
     @property
     def order(self) -> float:
         """Return the sort key for choosing the node whose time the ledger follows. The lowest rank is first."""
         return self.rank if self.rank is not None else inf
 
     @classmethod
-    def from_json(cls, state: Mapping[str, Any]) -> ReportingNode:
+    def from_json(cls, state: Mapping[str, Any]) -> "ReportingNode":
         """Restore a node from its saved state, in any format of the ledger's file."""
         credited = {"credited_gpus": state["gpus"] or 0.0, "credited_peak": state["peak"] or 0.0}
-        values = {"heard": state["t"], "met": state["t"], **credited, **state}
-        for name in ("waits", "waited", "window"):  # of flopwatch 0.2
-            values.pop(name, None)
-        return cls(**values)
+        return msgspec.convert({"heard": state["t"], "met": state["t"], **credited, **state}, cls)
 
 
 @dataclass(slots=True)
@@ -103,15 +108,8 @@ class Attempt:
         figures |= {"first_step": self.resumed, "last_step": self.step, "committed_step": self.committed}
         return figures | {"seconds": dict(self.seconds), "gpu_seconds": dict(self.gpu_seconds)}
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the attempt's state to save in the ledger's file."""
-        return shallow_dict(self) | {"pace": self.pace.to_json()}
-
     @classmethod
-    def from_json(cls, state: Mapping[str, Any], number: int) -> Attempt:
+    def from_json(cls, state: Mapping[str, Any], number: int) -> "Attempt":
         """Restore an attempt from its saved state, in any format. `number` is used if none was saved."""
-        values = {"number": number, "begin": state["start"], **state}
-        pace = values.get("pace")
-        values["pace"] = Pace(state["start"]) if pace is None else Pace.from_json(pace)
-        values.pop("late", None)  # of flopwatch 0.2
-        return cls(**values)
+        values = {"number": number, "begin": state["start"], "pace": {"since": state["start"]}}
+        return msgspec.convert(values | dict(state), cls)

@@ -2,8 +2,7 @@
 
 Evidence counts from ten minutes before a failure to five minutes after it (https://arxiv.org/abs/2410.21680). What
 ranks report when a peer is lost, such as a timeout of a collective, is an echo and never a cause. Without evidence the
-cause is `unknown`. Xids and SXids are classified by data/xid.csv and data/sxid.csv, exceptions by the name of their
-type. No message text is interpreted.
+cause is `unknown`. Xids and SXids are classified by data/xid.csv and data/sxid.csv, exceptions by their type's name.
 """
 
 import re
@@ -12,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from flopwatch.catalogue.xid import sxids, xids
+from flopwatch.ledger.record import Evidence
 
 # Causes with hardware to repair. On one host they do not contradict each other, since a failing host loses its parts.
 _HARDWARE = ("gpu", "nvlink", "network", "thermal", "host")
@@ -33,6 +33,7 @@ PLANNED = ("completed", "stopped", "preempted", "resized")
 DECISIVE, STRONG, WEAK = 8.0, 4.0, 2.0
 # A silent node outweighs errors of its links, and is outweighed by a fault of its GPUs.
 _NODE_GONE = 5.0
+BEFORE, AFTER = 600.0, 300.0  # seconds around a failure in which a signal can explain it
 # Seconds within which evidence counts as simultaneous, since scrapes are up to a minute apart.
 AT_ONCE = 60.0
 # Lasting conditions. They explain a slow stretch or a stall only if they were present during it.
@@ -71,20 +72,6 @@ _SXID = {"always fatal": DECISIVE, "potentially fatal": STRONG}
 
 
 @dataclass(frozen=True, slots=True)
-class Evidence:
-    """Observation on a host, such as an Xid or a link that is down: its count so far and the Unix time of the last."""
-
-    kind: str
-    t: float
-    count: float
-    host: str
-    gpu: str = ""
-    port: str = ""
-    rank: int | None = None
-    detail: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class LostTime:
     """Time that a run lost: an attempt's end (`kind` is `end`), a slow stretch (`slow`) or a stall (`stall`)."""
 
@@ -118,13 +105,11 @@ class _Claim:
     score: float = 0.0
 
 
-def attribute(
-    loss: LostTime, evidence: Iterable[Evidence], before: float = 600.0, after: float = 300.0
-) -> IncidentCause:
-    """Return the cause of a loss by the evidence from `before` seconds before it to `after` seconds after it."""
+def attribute(loss: LostTime, evidence: Iterable[Evidence]) -> IncidentCause:
+    """Return the cause of a loss by the evidence from BEFORE seconds before it to AFTER seconds after it."""
     if loss.kind == "end" and loss.status in PLANNED:
         return IncidentCause("planned", "certain", why=f"the run itself reported {loss.status}")
-    claims = [claim for item in evidence if (claim := _claim(loss, item, before, after)) is not None]
+    claims = [claim for item in evidence if (claim := _claim(loss, item)) is not None]
     claims = _drop_common_silence(loss, _drop_foreign_kills(claims))
     reasons = sorted(
         (claim for claim in claims if claim.cause),
@@ -173,15 +158,15 @@ def _judge(loss: LostTime, reasons: Sequence[_Claim], echoes: Sequence[_Claim]) 
     return IncidentCause(best.cause, _confidence(sure), host, gpu, port, why)
 
 
-def _claim(loss: LostTime, evidence: Evidence, before: float, after: float) -> _Claim | None:
+def _claim(loss: LostTime, evidence: Evidence) -> _Claim | None:
     """Return the cause that evidence suggests, or None if it is of another host or time or explains nothing."""
     if loss.hosts and evidence.host not in loss.hosts:
         return None
     early, late = loss.began - evidence.t, max(0.0, evidence.t - loss.ended)
-    distance, reach = (early, before) if early > 0 else (late, after)
+    distance, reach = (early, BEFORE) if early > 0 else (late, AFTER)
     if loss.kind != "end" and evidence.kind in _LASTING:
         reach = min(reach, AT_ONCE)
-    elif loss.kind != "end" and evidence.t > loss.began + after:
+    elif loss.kind != "end" and evidence.t > loss.began + AFTER:
         return None  # a single event only explains a loss after it
     if distance > reach:
         return None

@@ -40,6 +40,7 @@ class Buckets:
     capacity: float = 0.0
     unpriced_flops: float = 0.0  # counted once every node has reported its peak
     unpriced_seconds: float = 0.0
+    work: dict[str, float] = field(default_factory=dict)  # totals of all processes, which never fall
 
     def advance_to(self, until: float, bucket: str, *, held: bool = True) -> None:
         """Move the frontier to `until` (Unix time) and add the seconds to one bucket, with GPU-seconds if `held`."""
@@ -67,8 +68,7 @@ class Buckets:
 
     def price(self) -> None:
         """Add FLOPs and peak capacity not yet counted to the totals, but only once every node reports its peak."""
-        nodes = self.reporters.nodes
-        if nodes and all(x.peak is not None for x in nodes.values()):
+        if 0 < self.reporters.reporting("peak") == len(self.reporters.nodes):
             self.retained += self.unpriced_flops
             self.capacity += self.unpriced_seconds * self.reporters.total("peak")
             if self.reporters.attempt is not None:
@@ -79,9 +79,12 @@ class Buckets:
         """Store a node's GPUs and their peak FLOP/s. Count new GPUs also in the seconds before this report."""
         silent_after = self.reporters.silent_after
         grows = node.gpus is not None and (node.whole or received - node.met > silent_after)
+        before = node.gpus, node.peak
         if not self._is_partial(node, record):
             node.gpus = record.gpus if record.gpus is not None else node.gpus
             node.peak = record.peak_flops if record.peak_flops is not None else node.peak
+        if (node.gpus, node.peak) != before:
+            self.reporters.sums.clear()
         node.whole = node.whole or (record.event == "start" and record.gpus is not None)
         self._credit(node, grows)
 
@@ -96,8 +99,7 @@ class Buckets:
     def _credit(self, node: ReportingNode, grows: bool) -> None:
         """Add a node's new GPUs to the GPU-seconds before its report, since nodes report at different times.
 
-        They count from the attempt's begin, or from the node's process start if that is much later. GPUs that the node
-        gained later (`grows`) count from now on only.
+        They count from the attempt's begin, or the node's process start if that is much later, or from now (`grows`).
         """
         attempt = self.reporters.current
         gpus = max(0.0, (node.gpus or 0.0) - node.credited_gpus)
@@ -134,6 +136,28 @@ class Buckets:
                 self.unpriced_flops += grown * _share_above(node.flops_step, step, node.mark)
                 node.mark = max(node.mark, step)
             node.flops, node.flops_step = flops, step
+
+    def take_work(self, node: ReportingNode, work: Mapping[str, float]) -> None:
+        """Count what a node's processes did. Its totals are lower for a while after its exporter restarted.
+
+        If they stay lower, a rank was replaced. Then they count from there on. So do those of a node that made steps
+        before it reported any: its exporter or this ledger was an older release.
+        """
+        uncounted = [name for name in node.work if name not in work]
+        if uncounted != node.uncounted or not work.keys() <= node.work.keys():
+            self.reporters.counted.clear()
+        node.uncounted = uncounted
+        if not node.work and node.step:
+            node.work = dict(work)
+        elif all(total >= node.work.get(name, 0.0) for name, total in work.items()):
+            for name, total in work.items():
+                self.work[name] = self.work.get(name, 0.0) + total - node.work.get(name, 0.0)
+        else:
+            node.work_fell = node.t if node.work_fell is None else node.work_fell
+            if node.t - node.work_fell < self.reporters.silent_after:
+                return
+        node.work_fell = None
+        node.work |= work
 
     def follow(self, node: ReportingNode) -> Mapping[str, float]:
         """Move the frontier to the node's last report. Return the seconds per activity, scaled to the time passed."""

@@ -3,10 +3,10 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from flopwatch.ledger.attribution import Evidence
+from flopwatch.ledger.record import Evidence
 
 MAX_PLACES = 64  # places kept per host: as many as one record can hold
-MAX_HOSTS = 4096
+MAX_HOSTS = 1 << 14
 MAX_TIMES = 8  # counts kept per place, so that later ones do not displace that of a loss at once
 
 Place = tuple[str, str, str, int | None, str]  # kind, GPU, port, rank, detail
@@ -16,7 +16,7 @@ class RunEvidence:
     """Newest evidence by host, kind and place (GPU, port, rank), and the hosts proven alive after each incident."""
 
     def __init__(self) -> None:
-        self._hosts: dict[str, dict[Place, list[tuple[float, float]]]] = {}
+        self._hosts: dict[str, dict[Place, list[tuple[float, float]]]] = {}  # the last that had evidence at the end
         self._alive: dict[int, set[str]] = {}  # by incident
         self.changed: set[str] = set()  # hosts that changed since the state was saved
 
@@ -31,12 +31,12 @@ class RunEvidence:
         times.append((item.t, item.count))
         del times[:-MAX_TIMES]
         self.changed.add(item.host)
+        self._hosts[item.host] = self._hosts.pop(item.host)
         self._forget(item.host, horizon)
         if len(places) > MAX_PLACES:
             del places[min(places, key=lambda place: places[place][-1][0])]
         if len(self._hosts) > MAX_HOSTS:
-            newest = {host: max(times[-1][0] for times in of_host.values()) for host, of_host in self._hosts.items()}
-            oldest = min(newest, key=newest.__getitem__)
+            oldest = next(iter(self._hosts))
             del self._hosts[oldest]
             self.changed.add(oldest)
 

@@ -1,11 +1,8 @@
 """Hangs of a run: for how long it has been standing still, and the rank or host that the others wait for.
 
 A step is overdue once it is open on all nodes for over 15 s, and five times the 99th percentile of the run's steps. The
-run hangs if its ranks also call no further collectives. Where these are not counted, its GPUs must be idle
-(`flopwatch.verdicts.hangs`).
+run hangs if its ranks also call no further collectives, or, where these are not counted, if its GPUs are idle.
 """
-
-from __future__ import annotations
 
 import logging
 from collections.abc import Callable
@@ -13,8 +10,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING
 
-from flopwatch.catalogue.ranks import all_ranks_text, count_of, ranks_of
-from flopwatch.ledger.attempt import ReportingNode
+from flopwatch.catalogue.ranks import MESSAGES, all_ranks_text, count_of, ranks_of
 from flopwatch.ledger.record import LedgerRecord, OpenStep
 from flopwatch.ledger.reporters import Reporters
 from flopwatch.verdicts.overdue import overdue_after
@@ -27,6 +23,9 @@ log = logging.getLogger(__name__)
 
 STILL_FOR = 4.0  # seconds in which a node's ranks call no collective, two pushes
 GONE_AFTER = 40.0  # seconds without a record of a node while the others stand still: two records were due
+# The same once their step is overdue for MISSED seconds: a regular record is late by then, and two of an overdue step.
+GONE_SOON, MISSED = 25.0, 10.0
+GAP = 35.0  # seconds without a record of any node, two intervals, after which the ledger or its network was away
 MANY, CHECK_EVERY = 64, 2.0  # nodes from which on a run is judged once in so many seconds, because records come often
 ENDED = ("gone", "failed")  # ends of a node whose ranks the others may wait for
 
@@ -51,17 +50,21 @@ class Hangs:
     """
 
     reporters: Reporters
-    communicator: Callable[[str, str, int], Communicator]
+    communicator: "Callable[[str, str, int], Communicator]"
     seconds: float | None = None
-    verdict: HangVerdict | None = None
+    verdict: "HangVerdict | None" = None
     _p99: float | None = None
     _late: dict[str, LateNode] = field(default_factory=dict)  # by source
     _ranks: dict[str, str] = field(default_factory=dict)  # text of the ranks of each source
     _checked: float = -inf
+    _last: float = -inf  # Unix time of the last record
+    _since: float = -inf  # and of the first one without a gap
 
     def take(self, record: LedgerRecord, received: float) -> None:
         """Take a record of the current attempt, received at Unix time `received`, and judge the run."""
         self._p99 = record.step_p99 if record.step_p99 is not None else self._p99
+        self._since = self._since if abs(received - self._last) <= GAP else received
+        self._last = received
         if record.ranks:
             self._ranks[record.source] = record.ranks
         step = record.open_step
@@ -107,38 +110,50 @@ class Hangs:
             sum(count_of(self._ranks[name]) for name in self.reporters.nodes if name in self._ranks),
             sum(len(late.step.ranks) for late in self._late.values()),
         )
-        for name, node in self.reporters.nodes.items():
-            late = self._late.get(name)
-            if late is not None and late.received >= now - GONE_AFTER:
+        nodes = self.reporters.nodes
+        heard = {name: late for name, late in self._late.items() if name in nodes and late.received >= now - GONE_AFTER}
+        overdue = (late.step.seconds + now - late.received - self._limit(late.step) for late in heard.values())
+        silent = now - (GONE_SOON if min(overdue, default=0.0) >= MISSED else GONE_AFTER)
+        for name, node in nodes.items():
+            late = heard.get(name)
+            if late is not None:
                 if late.step.seconds < self._limit(late.step):
                     return
                 opened = min(opened, late.step.seconds)
                 if late.numbers:
                     still.append(late.received - late.still_since >= STILL_FOR)
                 states |= self._states(name, late.step, whole)
-            elif self._is_gone(node, now):
-                states |= dict.fromkeys(self._own(name), hangs.RankState(name, signs=("gone",)))
+            elif node.end in ENDED or (node.end is None and max(node.heard, self._since) < silent):
+                own = ranks_of(self._ranks[name]) if name in self._ranks else ()
+                states |= dict.fromkeys(own, hangs.RankState(name, signs=("gone",)))
             elif node.end is None:
                 return  # it has not reported since then, and may have gone on
         ranks = states.values()
         if opened == inf or hangs.does_work(ranks, still=all(still) if still else None):
             return
         self.seconds = opened
-        self.verdict = hangs.judge(states)
+        self.verdict = hangs.judge(states, self._launched(whole))
         if before is None or before.suspects != self.verdict.suspects:
             log.info("hang seconds=%.0f suspects=%s", opened, [one[:2] for one in self.verdict.suspects])
+
+    def _launched(self, whole: int) -> "dict[int, dict[Communicator, int]]":
+        """Return 0 for the ranks that NCCL found behind in a communicator of the run's `whole` ranks, 1 for others."""
+        numbers = [key for late in self._late.values() for key in late.numbers]
+        kinds = {ranks: kind for _, kind, ranks in numbers if kind not in MESSAGES}
+        kinds[all_ranks_text(whole)] = "world"
+        launched: dict[int, dict[Communicator, int]] = {}
+        for text, fewest in [pair for late in self._late.values() for pair in late.step.ras]:
+            if max(count_of(text), count_of(fewest)) <= whole:
+                group, behind = self.communicator(kinds.get(text, "group"), text, whole), {*ranks_of(fewest)}
+                for rank in group.ranks:
+                    launched.setdefault(rank, {})[group] = int(rank not in behind)
+        return launched
 
     def _limit(self, step: OpenStep) -> float:
         """Return the seconds after which the open step is overdue, by the run's steps or else by the node's."""
         return overdue_after(self._p99) if self._p99 is not None else step.overdue_after
 
-    def _is_gone(self, node: ReportingNode, now: float) -> bool:
-        return node.end in ENDED or (node.end is None and node.heard < now - GONE_AFTER)
-
-    def _own(self, source: str) -> tuple[int, ...]:
-        return ranks_of(self._ranks[source]) if source in self._ranks else ()
-
-    def _states(self, source: str, step: OpenStep, whole: int) -> dict[int, RankState]:
+    def _states(self, source: str, step: OpenStep, whole: int) -> "dict[int, RankState]":
         """Return what is known of the ranks of a late node, of `whole` ranks of the run."""
         from flopwatch.verdicts import hangs
 

@@ -10,18 +10,19 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
-from flopwatch.ledger.attempt import UNPLANNED
-from flopwatch.ledger.attribution import AT_ONCE, LOSSES, Evidence, IncidentCause, LostTime, attribute
-from flopwatch.ledger.evidence import RunEvidence
-from flopwatch.ledger.record import LedgerRecord
-from flopwatch.ledger.reporters import Reporters
-from flopwatch.ledger.slowdowns import Slowdown, shallow_dict
+import msgspec
 
-# Seconds before and after a failure in which a signal can explain it: https://arxiv.org/abs/2410.21680.
-BEFORE, AFTER = 600.0, 300.0
+from flopwatch.ledger.attempt import UNPLANNED
+from flopwatch.ledger.attribution import AFTER, AT_ONCE, BEFORE, LOSSES, IncidentCause, LostTime, attribute
+from flopwatch.ledger.evidence import RunEvidence
+from flopwatch.ledger.record import Evidence, LedgerRecord, RankStack
+from flopwatch.ledger.reporters import Reporters
+from flopwatch.ledger.slowdowns import Slowdown
+from flopwatch.ledger.stacks import VerdictStacks
 
 MAX_HISTORY = 1000  # ended attempts, and incidents, whose figures are kept
 _MAX_UNSETTLED = 100
+_MAX_WITH_STACKS = 20
 _EVIDENCE_AGE = 3600.0  # seconds for which evidence is kept, since a late record may report a loss
 _MAX_STANDSTILL = 86400.0  # seconds without a step for which an attempt's evidence is kept
 # A wait of the attempt itself is evidence that the ledger adds.
@@ -42,6 +43,7 @@ class Incident:
     nodes: int  # number of hosts
     silent: dict[str, float] = field(default_factory=dict)  # hosts that reported no end, with their last stamp
     kind: str = "end"
+    stacks: list[RankStack] = field(default_factory=list)
     waited: str = ""  # the activity that most of a stall or a slow stretch was, if known
     follows: str = ""  # the node whose seconds show `waited`
     until: float | None = None  # start of the next attempt, to which later evidence belongs
@@ -56,11 +58,6 @@ class Incident:
     port: str = ""
     why: str = ""
 
-    def shows_alive(self, record: LedgerRecord) -> bool:
-        """Return whether a record shows that its host survived: it is of the same attempt, or too soon for a reboot."""
-        since = self.silent.get(record.source)
-        return since is not None and record.t > since and (record.attempt == self.attempt or record.t <= since + AFTER)
-
     def find_cause(self, evidence: RunEvidence) -> IncidentCause:
         """Return the cause of the loss by the evidence so far."""
         alive = evidence.alive(self.number)
@@ -71,19 +68,19 @@ class Incident:
         # A counter that rose is noticed up to a minute later.
         latest = inf if self.until is None else max(self.until, self.ended + AT_ONCE)
         seen = (item for item in evidence.of(loss.hosts) if item.t <= latest)
-        return attribute(loss, [*seen, *own], BEFORE, AFTER)
+        return attribute(loss, [*seen, *own])
 
     def settle(self, evidence: RunEvidence) -> None:
         """Store the cause of the loss by the evidence so far. It does not change afterwards."""
-        for name, value in shallow_dict(self.find_cause(evidence)).items():
+        for name, value in msgspec.to_builtins(self.find_cause(evidence)).items():
             setattr(self, name, value)
         self.settled, self.hosts, self.silent = True, [], {}
 
     def figures(self, evidence: RunEvidence) -> dict[str, Any]:
         """Return the incident as a JSON object for the API and exports, with the cause so far if it is not settled."""
-        shown = shallow_dict(self)
+        shown: dict[str, Any] = msgspec.to_builtins(self)
         if not self.settled:
-            shown |= shallow_dict(self.find_cause(evidence))
+            shown |= msgspec.to_builtins(self.find_cause(evidence))
         for name in ("hosts", "silent", "follows", "until"):
             del shown[name]
         return shown
@@ -94,6 +91,7 @@ class Incidents:
     """Incidents of a run, their totals by cause, and the recoveries from unplanned ends of attempts."""
 
     reporters: Reporters
+    stacks: VerdictStacks = field(default_factory=VerdictStacks)
     by_number: dict[int, Incident] = field(default_factory=dict)
     changed: set[int] = field(default_factory=set)  # incidents that changed since the state was saved
     evidence: RunEvidence = field(default_factory=RunEvidence)
@@ -127,9 +125,14 @@ class Incidents:
                 self.evidence.add(item, horizon)
 
     def take_sign_of_life(self, record: LedgerRecord) -> None:
-        """Mark the record's host as alive after each unsettled incident that the record proves it survived."""
+        """Mark the record's host as alive after each unsettled incident that the record proves it survived.
+
+        The record is of the same attempt, or too soon for a reboot.
+        """
         for number in self.unsettled:
-            if self.by_number[number].shows_alive(record):
+            incident = self.by_number[number]
+            since = incident.silent.get(record.source, inf)
+            if record.t > since and (record.attempt == incident.attempt or record.t <= since + AFTER):
                 self.evidence.mark_alive(record.source, number)
 
     def open_end(
@@ -137,8 +140,7 @@ class Incidents:
     ) -> None:
         """Open an incident for the current attempt, which last reported at `last_report` and was found ended at `at`.
 
-        Both are in Unix time. `hung` is how many seconds its last step had been open. A `stall` at its end is charged
-        too.
+        Both are in Unix time. Its last step had been open for `hung` seconds. A `stall` at its end is charged, too.
         """
         self.close_current(last_report)
         reporters, attempt = self.reporters, self.reporters.current
@@ -166,10 +168,14 @@ class Incidents:
         self.changed.add(number)
         if slowdown.kind == "slow":
             self.slow = None if slowdown.over else number
+            rows = self.stacks.rows if self.stacks.of_straggler else ()
+            incident.stacks = [row for row in rows if row[1] >= slowdown.began] or incident.stacks
 
     def _new(self, status: str, began: float, ended: float, kind: str = "end") -> Incident:
         hosts, one = sorted(self.reporters.nodes), self.reporters.current
-        return Incident(0, one.number, one.id, status, began, ended, hosts, len(hosts), kind=kind, follows=one.leader)
+        incident = Incident(0, one.number, one.id, status, began, ended, hosts, len(hosts), kind=kind)
+        incident.follows, incident.stacks = one.leader, [] if kind == "slow" else self.stacks.pop_since(began)
+        return incident
 
     def _add(self, incident: Incident) -> int:
         """Store an incident and return its number. Drop the oldest settled incident if there are too many."""
@@ -180,6 +186,9 @@ class Incidents:
         self.changed.add(number)
         if len(self.unsettled) > _MAX_UNSETTLED:
             self._settle(self.by_number[self.unsettled[0]])
+        for older in [number for number, one in self.by_number.items() if one.stacks][:-_MAX_WITH_STACKS]:
+            self.by_number[older].stacks = []
+            self.changed.add(older)
         while len(self.by_number) > MAX_HISTORY:
             oldest = next(number for number, one in self.by_number.items() if one.settled)
             del self.by_number[oldest]

@@ -1,12 +1,13 @@
 """Ledger of all runs, in memory. A start after `completed` begins a new generation of the run, with counters at 0."""
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
+from concurrent.futures import Executor
 from typing import Any
 
 from flopwatch import catalogue as m
 from flopwatch.catalogue import Sample
 from flopwatch.ledger import views
-from flopwatch.ledger.record import LedgerRecord, RunKey
+from flopwatch.ledger.record import LedgerRecord, RankKey, RunKey
 from flopwatch.ledger.run import RunLedger
 
 MAX_RUNS_WITH_SERIES = 500  # each has about 100 series
@@ -15,11 +16,11 @@ MAX_RUNS_WITH_SERIES = 500  # each has about 100 series
 class Ledger:
     """Ledger of all runs by tenant and name, in memory. `received` has the Unix time of each run's last record.
 
-    Runs in `retired` ended long ago. They have no series, and a new start begins the next generation.
+    Runs in `retired` ended long ago. They have no series, and start as a new generation. `executor` judges large runs.
     """
 
-    def __init__(self, silent_after: float = 60.0) -> None:
-        self._silent_after = silent_after
+    def __init__(self, silent_after: float = 60.0, executor: Executor | None = None) -> None:
+        self._silent_after, self._executor = silent_after, executor
         self.runs: dict[RunKey, RunLedger] = {}
         self.received: dict[RunKey, float] = {}
         self.retired: set[RunKey] = set()
@@ -41,6 +42,7 @@ class Ledger:
             old, run = run, self._next_generation(run)
             self.received[old.tenant, old.name] = self.received[key]
             changed.add((old.tenant, old.name))
+        run.executor = self._executor
         run.apply(record, received)
         if run.attempt is not None or run.submitted is not None:  # a late record of a forgotten run is not a new run
             self.runs[key] = run
@@ -48,6 +50,11 @@ class Ledger:
             if record.pid:
                 self._with_pid.add(key)
         return changed
+
+    def wanted_stacks(self, records: Iterable[LedgerRecord]) -> list[RankKey]:
+        """Return the ranks of the records' hosts whose stacks are requested."""
+        known = [(one, self.runs[one.key].stacks) for one in records if one.key in self.runs]
+        return sorted({(*one.key, rank) for one, stacks in known for rank in stacks.of_host(one)})
 
     def forget(self, key: RunKey) -> None:
         """Delete a run."""
@@ -70,16 +77,15 @@ class Ledger:
             run.submitted = run.resubmitted = old.resubmitted
         return run
 
-    def families(self, now: float, new: Container[RunKey] = ()) -> list[Sample]:
-        """Return the samples of the runs with series as of `now`, sorted by family. Counters in `new` are 0."""
+    def families(self, now: float, new: Container[RunKey] = ()) -> Iterator[list[Sample]]:
+        """Yield how many runs have series as of `now`, then the samples of each. Counters of runs in `new` are 0."""
         served = [key for key in self.runs if key not in self.retired]
         shown = self._with_series = set(sorted(served, key=lambda key: self._order(key, now))[:MAX_RUNS_WITH_SERIES])
-        samples = [
-            sample for key in served if key in shown for sample in views.families(self.runs[key], now, new=key in new)
-        ]
-        samples.append((m.FLOPWATCH_LEDGER_RUNS, ("exported",), len(shown)))
-        samples.append((m.FLOPWATCH_LEDGER_RUNS, ("without_series",), len(served) - len(shown)))
-        return sorted(samples, key=lambda sample: sample[0].name)
+        counts = {"exported": len(shown), "without_series": len(served) - len(shown)}
+        runs = [(key, self.runs[key]) for key in served if key in shown]
+        yield [(m.FLOPWATCH_LEDGER_RUNS, (name,), count) for name, count in counts.items()]
+        for key, run in runs:
+            yield views.families(run, now, new=key in new)
 
     def _order(self, key: RunKey, now: float) -> tuple[bool, bool, float, bool]:
         """Return the sort key of a run: runs with the highest have no series if there are too many runs.

@@ -48,15 +48,9 @@ def _records(lines: Iterable[str], unreadable: list[str]) -> Iterator[LedgerReco
     for number, line in enumerate(lines, 1):
         if text := line.strip():
             try:
-                record = LedgerRecord.parse(json.loads(text))
-            except json.JSONDecodeError as error:
-                unreadable.append(f"line {number}: not JSON: {error.msg} at character {error.pos + 1}")
+                yield LedgerRecord.parse(text)
             except RecordError as error:
                 unreadable.append(f"line {number}: {error}")
-            except (ValueError, RecursionError):
-                unreadable.append(f"line {number}: JSON that is too deep, or a number that is too long")
-            else:
-                yield record
 
 
 @dataclass(slots=True)

@@ -1,8 +1,10 @@
 """Nodes that report for a run: handles clock skew, silent nodes and overlapping attempts."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import fsum, inf
 from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from flopwatch.ledger.attempt import Attempt, ReportingNode
 from flopwatch.ledger.record import LedgerRecord
@@ -38,6 +40,10 @@ class Reporters:
     clock: float = -inf  # newest stamp that is possible by the ledger's clock
     attempt: Attempt | None = None
     nodes: dict[str, ReportingNode] = field(default_factory=dict)  # by source
+    # Sums of fields over all nodes, and whether all count a total. Emptied when a node changes there.
+    sums: dict[str, tuple[float, int]] = field(default_factory=dict)
+    counted: dict[str, bool] = field(default_factory=dict)
+    _of_rank: dict[float | None, set[str]] = field(default_factory=dict)  # sources that had a rank in this attempt
     changed: set[str] = field(default_factory=set)  # nodes that changed since the state was saved
     past: dict[str, float] = field(default_factory=dict)  # ended attempts, and when each ended
     clock_offsets: dict[str, float] = field(default_factory=dict)  # seconds that a host's clock was set back, or < 0
@@ -78,6 +84,13 @@ class Reporters:
             started += shift
         return replace(record, t=record.t + shift, started=started)
 
+    def replace(self, nodes: dict[str, ReportingNode]) -> None:
+        """Replace all nodes."""
+        self.nodes, self._of_rank = nodes, {}
+        self.sums, self.counted = {}, {}
+        for source, node in nodes.items():
+            self._of_rank.setdefault(node.rank, set()).add(source)
+
     def observe(self, record: LedgerRecord, received: float) -> ReportingNode | None:
         """Store a record as its node's last report and return the node, or None if the record has nothing new."""
         attempt, node, activity = self.current, self.nodes.get(record.source), record.activity
@@ -89,7 +102,10 @@ class Reporters:
             if record.gone or record.t - record.age <= node.t:
                 return None
             node.start, node.activity, node.base, node.epoch = record.t - record.age, {}, {}, attempt.epoch
-            node.flops, node.fell, node.end = 0.0, None, None
+            # Its other processes go on, and so do `work` and the sum of their FLOPs.
+            alone = record.gpus is None or record.gpus <= 1
+            node.flops = 0.0 if alone else min(node.flops, record.model_flops or 0.0)
+            node.fell = node.end = None
         elif record.age == node.age or node.end is not None:
             if node.end is None and record.end is None:  # alive without progress
                 node.t = max(node.t, record.t)
@@ -106,13 +122,15 @@ class Reporters:
             node.t = record.t
         node.age, node.activity = record.age, activity
         node.open_step = record.open_step_seconds if record.open_step_seconds is not None else 0.0
-        node.rank = record.rank if record.rank is not None else node.rank
+        if record.rank is not None and record.rank != node.rank:
+            node.rank = record.rank
+            self._of_rank.setdefault(node.rank, set()).add(record.source)
         return node
 
     def _add(self, record: LedgerRecord, born: float, activity: dict[str, float]) -> ReportingNode:
         """Add the node of a record, in place of nodes whose rank its process, started at `born`, takes over."""
         attempt, nodes = self.current, self.nodes
-        replaced = [name for name, x in nodes.items() if x.rank is not None and x.rank == record.rank and born > x.t]
+        replaced = self.replaced(record, born)
         gone = [nodes.pop(name) for name in replaced]
         self.changed.update(replaced)
         node = ReportingNode(born, record.t, epoch=attempt.epoch, restored=record.restored_step, mark=attempt.mark)
@@ -121,9 +139,10 @@ class Reporters:
         node.credited_gpus = fsum(x.credited_gpus for x in gone)
         node.credited_peak = fsum(x.credited_peak for x in gone)
         if attempt.carried and born <= attempt.begin:
-            node.base, node.flops = activity, record.model_flops or 0.0
+            node.base, node.flops, node.work = activity, record.model_flops or 0.0, dict(record.work)
             node.flops_step = record.step if record.step is not None else attempt.resumed
         nodes[record.source] = node
+        self.sums, self.counted = {}, {}
         attempt.nodes = max(attempt.nodes, len(nodes))
         return node
 
@@ -141,11 +160,29 @@ class Reporters:
 
     def total(self, name: str) -> float:
         """Return the sum of a field, such as `gpus`, over all nodes that report it."""
-        return fsum(value for x in self.nodes.values() if (value := getattr(x, name)) is not None)
+        return self._sum(name)[0]
 
-    def is_replacement(self, record: LedgerRecord, born: float) -> bool:
-        """Return whether the record's process, started at `born`, has the rank of a node that last reported before."""
-        return any(x.rank is not None and x.rank == record.rank and born > x.t for x in self.nodes.values())
+    def reporting(self, name: str) -> int:
+        """Return how many nodes report a field."""
+        return self._sum(name)[1]
+
+    def _sum(self, name: str) -> tuple[float, int]:
+        # A run may have thousands of nodes, and a record rarely changes these fields.
+        if name not in self.sums:
+            values = [value for x in self.nodes.values() if (value := getattr(x, name)) is not None]
+            self.sums[name] = fsum(values), len(values)
+        return self.sums[name]
+
+    def all_count(self, name: str) -> bool:
+        """Return whether the last record of each node has this total of its work."""
+        if name not in self.counted:
+            self.counted[name] = all(node.counts(name) for node in self.nodes.values())
+        return self.counted[name]
+
+    def replaced(self, record: LedgerRecord, born: float) -> list[str]:
+        """Return the nodes with the record's rank that last reported before its process started at `born`."""
+        known = self.nodes.keys() & (() if record.rank is None else self._of_rank.get(record.rank, ()))
+        return [name for name in known if self.nodes[name].rank == record.rank and born > self.nodes[name].t]
 
     def is_live(self, node: ReportingNode, t: float) -> bool:
         """Return whether a node has not ended and reported within `silent_after` seconds before the stamp `t`."""

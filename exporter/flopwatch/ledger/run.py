@@ -9,6 +9,7 @@ A record that shows less than an earlier one of its source changes nothing: it i
 docs/adr/0006-seconds-are-attributed-once.md has the rules.
 """
 
+from concurrent.futures import Executor
 from math import inf
 from typing import Any, Literal
 
@@ -19,6 +20,7 @@ from flopwatch.ledger.incidents import MAX_HISTORY, Incidents
 from flopwatch.ledger.record import LedgerRecord
 from flopwatch.ledger.reporters import Reporters
 from flopwatch.ledger.slowdowns import Pace
+from flopwatch.ledger.stacks import VerdictStacks
 from flopwatch.ledger.stragglers import Stragglers
 
 _QUEUES_AGAIN = ("preempted", "resized")  # planned ends after which a run waits for GPUs and is not down
@@ -44,9 +46,12 @@ class RunLedger:
         self.ends = dict.fromkeys(ENDS, 0)
         self.history: dict[int, dict[str, Any]] = {}  # figures of the attempts before the current one
         self.changed_history: set[int] = set()  # attempts in `history` that changed since the state was saved
+        self.page = False  # whether its alerts may page at any size
         self.left_out = 0  # attempts whose figures are no longer kept
+        self.executor: Executor | None = None  # judges a large run
         self.reporters = Reporters(silent_after)
-        self.incidents = Incidents(self.reporters)
+        self.stacks = VerdictStacks()
+        self.incidents = Incidents(self.reporters, self.stacks)
         self.buckets = Buckets(self.reporters, self.incidents)
         self.stragglers = Stragglers(self.reporters)
         self.hangs = Hangs(self.reporters, self.stragglers.communicator)
@@ -91,6 +96,7 @@ class RunLedger:
         if place == "next":
             self._open(record)
         self._observe(record, received)
+        self.stacks.take(record, self.hangs, self.stragglers, self.reporters)
         if record.end is not None:
             self._finish(record, record.end)
 
@@ -123,15 +129,15 @@ class RunLedger:
         if born is None:
             return False
         if node is None:
-            replaces = record.activity is not None and self.reporters.is_replacement(record, born)
-            return replaces and not self.reporters.any_live(born)
+            replaces = record.activity is not None and self.reporters.replaced(record, born)
+            return bool(replaces) and not self.reporters.any_live(born)
         newer = born > node.t and (record.age < node.age or record.event == "start")
         return newer and not self.reporters.any_live(record.t, but=node)
 
     def _open(self, record: LedgerRecord) -> None:
         """Start the next attempt with its first record, and close and archive the attempt before it."""
         at = record.born if record.born is not None else record.t
-        last, buckets = self.attempt, self.buckets
+        last, buckets, self.page = self.attempt, self.buckets, False
         carried = last is not None and self.reporters.takes_over(record)
         if last is None:
             self.start = buckets.frontier = at
@@ -151,7 +157,7 @@ class RunLedger:
         self.stragglers = Stragglers(self.reporters, self.stragglers.gpu_seconds)
         self.hangs = Hangs(self.reporters, self.stragglers.communicator)
         self.reporters.changed |= self.reporters.nodes.keys()
-        self.reporters.nodes = {}
+        self.reporters.replace({})
         self.attempts += 1
         self.ended = None
         # An attempt that does not report where it resumed did so from the last durable checkpoint.
@@ -182,6 +188,8 @@ class RunLedger:
             return
         attempt, name = self.reporters.current, record.source
         self.buckets.take_gpus(node, record, received)
+        self.buckets.take_work(node, record.work)
+        self.page = self.page or record.page
         self.stragglers.take(record)
         self._take_position(node, record)
         if self.reporters.should_lead(node, name, record.t):
@@ -189,7 +197,7 @@ class RunLedger:
                 attempt.cursor = min(attempt.cursor, node.step)
             attempt.leader = name
             self._follow(node)
-        self.stragglers.judge(record.t, self.buckets.gpu_seconds["productive"])
+        self.stragglers.judge(record.t, self.buckets.gpu_seconds["productive"], self.executor)
         if record.committed_step is not None:
             self.buckets.commit(record.committed_step, record.t)
 

@@ -1,16 +1,12 @@
 """Slow stretches and stalls of a run, compared with the run's own usual pace. docs/ledger.md defines both.
 
 Snapshots are cumulative and arrive every few seconds or once an hour. Usual values are medians over the last 60 minutes
-of steps and the last 16 checkpoints. They leave out slow stretches, until one is four hours long and its pace becomes
-the usual one. Steps executed again are ignored.
+of steps and the last 16 checkpoints, without slow stretches of less than four hours and steps executed again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
 
 SLOW, FAST_AGAIN = 1.2, 1.1  # times the usual step
 MIN_SLOW_SECONDS, MIN_SLOW_STEPS = 300.0, 20
@@ -22,11 +18,6 @@ _MINUTE, _MAX_MINUTES = 60.0, 60
 _MAX_SAVES = 16
 
 WAITS = ("step", "data_stall", "checkpoint_save")  # activities that may hold an attempt up
-
-
-def shallow_dict(instance: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass by name. Unlike asdict(), it does not copy their values."""
-    return {one.name: getattr(instance, one.name) for one in fields(instance)}
 
 
 @dataclass(slots=True)
@@ -58,7 +49,7 @@ class _Steps:
     def pace(self) -> float:
         return self.seconds / self.steps
 
-    def add(self, more: _Steps) -> None:
+    def add(self, more: "_Steps") -> None:
         self.ended, self.gpus, self.steps = more.ended, min(self.gpus, more.gpus), self.steps + more.steps
         self.seconds, self.data = self.seconds + more.seconds, self.data + more.data
 
@@ -128,7 +119,7 @@ class Pace:
         if stall is not None:
             yield stall
 
-    def following(self, since: float) -> Pace:
+    def following(self, since: float) -> "Pace":
         """Return the pace of the next attempt, which starts at `since` (Unix time) and inherits the usual values."""
         usual = self._usual()
         return Pace(since, saves=list(self.saves), before=self.before if usual is None else list(usual))
@@ -232,21 +223,3 @@ class Pace:
         stretch.minutes = []
         if over:
             self.stretch, self.minutes = None, [seconds]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the attempt's pace to save in the ledger's file."""
-        state = shallow_dict(self)
-        parts = {name: state[name] for name in _PARTS}
-        return state | {name: None if part is None else asdict(part) for name, part in parts.items()}
-
-    @classmethod
-    def from_json(cls, state: Mapping[str, Any]) -> Pace:
-        """Restore an attempt's pace from its saved state."""
-        values = dict(state)
-        for name, kind in _PARTS.items():
-            if values.get(name) is not None:
-                values[name] = kind(**values[name])
-        return cls(**values)
-
-
-_PARTS: dict[str, type[_Steps | _Stretch]] = {"last": _Steps, "minute": _Steps, "stretch": _Stretch}

@@ -5,12 +5,13 @@ from math import inf
 from types import MappingProxyType
 from typing import Any
 
+import msgspec
+
 from flopwatch.ledger.attempt import Attempt, ReportingNode
 from flopwatch.ledger.attribution import LOSSES
 from flopwatch.ledger.incidents import Incident
 from flopwatch.ledger.reporters import OtherAttempt
 from flopwatch.ledger.run import RunLedger
-from flopwatch.ledger.slowdowns import shallow_dict
 
 # Per line an attribute of RunLedger and its saved keys, in order. `key=attribute` if the attribute has another name.
 _LAYOUT = """: tenant name
@@ -22,27 +23,27 @@ incidents: losing_seconds=charged_seconds losing_gpu_seconds=charged_gpu_seconds
 incidents: settled badput horizon unsettled
 : resubmitted
 buckets: pending seconds gpu_seconds mark high_water committed committed_at provisional
-buckets: provisional_from positioned flops retained capacity unpriced_flops unpriced_seconds
+buckets: work provisional_from positioned flops retained capacity unpriced_flops unpriced_seconds
 stragglers: straggler_gpu_seconds=gpu_seconds
-: generation first since submitted start attempts ends left_out"""
+stacks: stacks=rows of_straggler
+: generation first since submitted start attempts ends left_out page"""
 _KEYS = tuple(
     (name.partition("=")[0], part, name.rpartition("=")[2])
     for part, _, names in (line.partition(":") for line in _LAYOUT.splitlines())
     for name in names.split()
 )
-_TIMES = ("since", "last", "resubmitted", "clock", "horizon")  # may be -inf, which is null in JSON
+_TIMES = ("since", "last", "resubmitted", "clock", "horizon")  # may be -inf, which msgspec encodes as null
 
 
 def to_json(run: RunLedger) -> dict[str, Any]:
     """Return a run's state for the table `runs`, without its nodes, ended attempts, incidents and evidence."""
     state = {key: getattr(getattr(run, part) if part else run, name) for key, part, name in _KEYS}
-    state |= {name: None for name in _TIMES if state[name] == -inf}
     # The first step of another attempt is left out if it is unknown, and `certain` if it is false.
     state["rivals"] = {
         name: list(other) if other.certain else [x for x in other[:-1] if x is not None]
         for name, other in state["rivals"].items()
     }
-    return state | {"attempt": None if run.attempt is None else run.attempt.to_json()}
+    return state | {"attempt": msgspec.to_builtins(run.attempt)}
 
 
 def from_json(
@@ -72,9 +73,9 @@ def from_json(
             setattr(getattr(run, part) if part else run, name, values.pop(key))
     if values:
         raise ValueError(f"unknown state: {', '.join(values)}")
-    run.reporters.nodes = {name: ReportingNode.from_json(one) for name, one in nodes.items()}
+    run.reporters.replace({name: ReportingNode.from_json(one) for name, one in nodes.items()})
     run.history = dict(history)
-    run.incidents.by_number = {number: Incident(**one) for number, one in incidents.items()}
+    run.incidents.by_number = msgspec.convert(dict(incidents), dict[int, Incident])
     run.incidents.evidence.restore(evidence)
     return run
 
@@ -83,11 +84,11 @@ def changed_rows(run: RunLedger) -> Iterator[tuple[str, str | int, Any]]:
     """Yield (table, key, state) of each row of a run that changed since the last call. State None deletes it."""
     nodes, incidents, evidence = run.reporters.nodes, run.incidents.by_number, run.incidents.evidence
     for source in run.reporters.changed:
-        yield "sources", source, shallow_dict(nodes[source]) if source in nodes else None
+        yield "sources", source, nodes.get(source)
     for number in run.changed_history:
         yield "attempts", number, run.history.get(number)
     for number in run.incidents.changed:
-        yield "incidents", number, shallow_dict(incidents[number]) if number in incidents else None
+        yield "incidents", number, incidents.get(number)
     for host in evidence.changed:
         yield "evidence", host, evidence.to_json(host)
     for changed in (run.reporters.changed, run.changed_history, run.incidents.changed, evidence.changed):

@@ -14,16 +14,20 @@ import re
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
+from itertools import chain
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from flopwatch.catalogue import Sample
 from flopwatch.ledger import state, views
 from flopwatch.ledger.ledger import Ledger
-from flopwatch.ledger.record import LedgerRecord, RecordError, RunKey
+from flopwatch.ledger.record import LedgerRecord, RankKey, RecordError, RunKey
 from flopwatch.ledger.run import RunLedger
 from flopwatch.settings import SettingsError
 
@@ -32,6 +36,7 @@ log = logging.getLogger(__name__)
 SERIES_RETENTION = 24 * 3600.0  # seconds for which a run has series after its end was received
 RETENTION = 30 * 24 * 3600.0  # seconds for which it is kept
 ABANDONED_AFTER = 30 * 24 * 3600.0
+YIELD = 0.001  # seconds for which a scrape leaves the lock to records that wait
 MAX_AHEAD = 24 * 3600.0  # seconds that the time of a record may be ahead of this clock
 _CATCH_UP = 600.0  # seconds after a start in which no run is given up, so that senders can report first
 _VERSION = 3
@@ -66,12 +71,13 @@ class AlreadyEnded(ValueError):
 
 
 @dataclass(slots=True)
-class _Delivery:
-    """Records of one call of `apply`, whether they were applied, and the error if that failed."""
+class Delivery:
+    """Records that are applied all or none, whether they were applied, and the error if that failed."""
 
     records: list[LedgerRecord]
     done: bool = False
     error: Exception | None = None
+    wanted: list[RankKey] = field(default_factory=list)  # ranks of their hosts whose stacks are requested
 
 
 def filesystem(path: Path, mounts: str) -> str:
@@ -98,24 +104,21 @@ class Store:
         abandoned_after: float = ABANDONED_AFTER,
         clock: Callable[[], float] = time.time,
         mounts: Path = Path("/proc/self/mounts"),
+        executor: Executor | None = None,
     ) -> None:
         """Open or create the file. Raises SettingsError if that fails or another process has it open.
 
-        All times are in seconds. A node is silent after `silent_after` without a report, and a run is ended as
-        abandoned after `abandoned_after`. For `new_for`, the counters of a new run are served as 0.
+        All times are in seconds. A node is silent after `silent_after` without a report, and a run is abandoned after
+        `abandoned_after`. For `new_for`, the counters of a new run are served as 0. The `executor` judges large runs.
         """
         self._path = path
-        self._silent_after = silent_after
-        self._new_for = new_for
-        self._abandoned_after = abandoned_after
-        self._clock = clock
+        self._silent_after, self._new_for, self._abandoned_after = silent_after, new_for, abandoned_after
+        self._clock, self._executor = clock, executor
         self._began = clock()
-        self._lock = threading.Lock()
-        self._queue_lock = threading.Lock()
-        self._queue: list[_Delivery] = []
+        self._lock, self._queue_lock = threading.Lock(), threading.Lock()
+        self._queue: list[Delivery] = []
         self._ledger: Ledger | None = None
-        self._forgotten: set[RunKey] = set()
-        self._given_up: set[RunKey] = set()
+        self._forgotten, self._given_up = set[RunKey](), set[RunKey]()
         self._known: dict[RunKey, float | None] = {}  # runs that were served in full, with their `first`
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -143,8 +146,19 @@ class Store:
             self._db.close()
             os.close(self._guard)
 
-    def apply(self, lines: Iterable[object]) -> None:
-        """Apply decoded JSON records, all or none, and write them to disk. Raises RecordError or sqlite3.Error."""
+    def apply(self, lines: Iterable[object]) -> list[RankKey]:
+        """Apply decoded JSON records, all or none, write them to disk, and return the ranks whose stacks are wanted.
+
+        Raises RecordError or sqlite3.Error.
+        """
+        delivery = self.delivery(lines)
+        self.write([delivery])
+        if delivery.error is not None:
+            raise delivery.error
+        return delivery.wanted
+
+    def delivery(self, lines: Iterable[object]) -> Delivery:
+        """Return decoded JSON records for `write`. Raises RecordError."""
         records = []
         latest = self._clock() + MAX_AHEAD
         for number, line in enumerate(lines, 1):
@@ -155,23 +169,39 @@ class Store:
                         raise RecordError(f"{name}: {stamp:g} is more than a day ahead of this ledger's clock")
             except RecordError as error:
                 raise RecordError(f"record {number}: {error}") from None
-        delivery = _Delivery(records)
+        return Delivery(records)
+
+    def write(self, deliveries: list[Delivery]) -> None:
+        """Apply deliveries and write them to disk in one transaction. Set `done` and `error` of each."""
         with self._queue_lock:
-            self._queue.append(delivery)
+            self._queue += deliveries
         with self._lock:
-            if not delivery.done:
+            if not all(delivery.done for delivery in deliveries):
                 with self._queue_lock:
                     queue, self._queue = self._queue, []
                 self._take(queue)
-        if delivery.error is not None:
-            raise delivery.error
 
     def families(self, now: float) -> list[Sample]:
-        """Return the samples of all runs that are served, as of `now` in Unix time."""
+        """Return the samples of all runs that are served, as of `now` in Unix time, sorted by family."""
         with self._lock:
-            ledger = self._read()
-            self._forget(ledger, now)
-            return ledger.families(now, self._new(ledger, now))
+            ledger, runs = self._served(now)
+            samples = next(runs)  # chooses the runs in the same lock as `_new`, so that no counter falls to 0 later
+        while True:
+            time.sleep(YIELD if self._queue else 0)  # records need not wait for the samples of all runs
+            with self._lock:
+                if self._ledger is not ledger:  # a write failed, so these samples may not be on disk
+                    samples = [*chain.from_iterable(self._served(now)[1])]
+                    break
+                if (some := next(runs, None)) is None:
+                    break
+                samples += some
+        return sorted(samples, key=lambda sample: sample[0].name)
+
+    def _served(self, now: float) -> tuple[Ledger, Iterator[list[Sample]]]:
+        """Return the ledger, and the samples of each run that is served. The caller holds the lock."""
+        ledger = self._read()
+        self._forget(ledger, now)
+        return ledger, ledger.families(now, self._new(ledger, now))
 
     def summary(self, now: float | None = None) -> dict[str, Any]:
         """Return the summary of every run as of `now`, in the form that `flopwatch ledger replay --json` prints."""
@@ -221,7 +251,7 @@ class Store:
             raise NoSuchRun(f"several tenants have a run {run!r}: {names}; name the tenant", several=True)
         return ledger.runs[tenants[0], run]
 
-    def _take(self, deliveries: list[_Delivery]) -> None:
+    def _take(self, deliveries: list[Delivery]) -> None:
         """Apply deliveries and write them in one transaction. Set `done` and `error` of each."""
         now = self._clock()
         try:
@@ -229,6 +259,8 @@ class Store:
             records = [record for delivery in deliveries for record in delivery.records]
             changed = {key for record in records for key in ledger.apply(record, now)}
             self._write(ledger, changed & ledger.runs.keys(), now)
+            for delivery in deliveries:
+                delivery.wanted = ledger.wanted_stacks(delivery.records)
         except Exception as error:
             self._ledger = None
             for delivery in deliveries:
@@ -301,8 +333,9 @@ class Store:
     def _read(self) -> Ledger:
         """Return the ledger in memory, after reading it from disk if memory was dropped."""
         if self._ledger is None:
-            ledger = Ledger(self._silent_after)
+            ledger = Ledger(self._silent_after, self._executor)
             parts: dict[str, dict[RunKey, dict[Any, Any]]] = {table: {} for table in _PARTS}
+            # Older versions wrote -Infinity, which msgspec does not read.
             for table, column in _PARTS.items():
                 rows = self._db.execute(f"SELECT tenant, run, {column}, state FROM {table} ORDER BY {column}")
                 for tenant, run, name, saved in rows:
@@ -324,14 +357,15 @@ class Store:
                     db.execute(f"DELETE FROM {table} WHERE tenant = ? AND run = ?", key)
             for key in changed | (self._given_up & ledger.runs.keys()):
                 run = ledger.runs[key]
-                columns = *key, run.ended is not None, ledger.received[key], json.dumps(state.to_json(run))
+                saved = msgspec.json.encode(state.to_json(run)).decode()
+                columns = *key, run.ended is not None, ledger.received[key], saved
                 db.execute("INSERT OR REPLACE INTO runs VALUES (?, ?, ?, ?, ?)", columns)
                 for table, name, row in state.changed_rows(run):
                     if row is None:
                         where = f"tenant = ? AND run = ? AND {_PARTS[table]} = ?"
                         db.execute(f"DELETE FROM {table} WHERE {where}", (*key, name))
                     else:
-                        values = *key, name, json.dumps(row)
+                        values = *key, name, msgspec.json.encode(row).decode()
                         db.execute(f"INSERT OR REPLACE INTO {table} VALUES (?, ?, ?, ?)", values)
         self._forgotten.clear()
         self._given_up.clear()

@@ -53,7 +53,17 @@ def run_table(record: Mapping[str, Any]) -> str:
         losses.append(f"attempt {one['attempt_number']} {_what(one)}: {_cause(one)}, {lost}; {printable(one['why'])}")
     if losses:
         parts.append("\n".join(losses))
+    if stacks := stacks_text(record):
+        parts.append(f"stacks of the last hang or straggler\n\n{stacks}".removesuffix("\n"))
     return "\n\n".join(parts)
+
+
+def stacks_text(record: Mapping[str, Any]) -> str:
+    """Return the stacks of a run's last hang or straggler, from the API's JSON object. Empty if no rank sent any."""
+    kept = (record, *reversed(record["incidents"]))
+    rows = next((one["stacks"] for one in kept if one.get("stacks")), ())
+    lines = [line for rank, t, text in rows for line in (f"rank {rank}, {_time(t)}", printable(text, keep="\n"), "")]
+    return "\n".join(lines)
 
 
 def _straggler(verdict: Mapping[str, Any]) -> str:
@@ -69,7 +79,8 @@ def _straggler(verdict: Mapping[str, Any]) -> str:
         f"rank {one['rank']} on {printable(one['host'])} ({one['group']} group, ranks {one['ranks']})"
         for one in verdict["ranks"][:_MAX_SHOWN]
     ]
-    return f"late ranks ({verdict['kind']}, {share}): {', '.join(shown)}"
+    why = f"; {printable(verdict['why'])}" if verdict["why"] else ""
+    return f"late ranks ({verdict['kind']}, {share}): {', '.join(shown)}{why}"
 
 
 def _attempts_table(record: Mapping[str, Any]) -> str:

@@ -38,7 +38,7 @@ def families(run: RunLedger, now: float, *, new: bool = False) -> list[Sample]:
         add(m.RUN_GPU_SECONDS_TOTAL, buckets.gpu_seconds[bucket], bucket)
     add(m.RUN_OPEN_SECONDS, run.wall(now) if new else run.open(now))
     add(m.RUN_PROVISIONAL_SECONDS, buckets.provisional if buckets.positioned else None)
-    if any(x.gpus is not None for x in run.reporters.nodes.values()):
+    if run.reporters.reporting("gpus"):
         add(m.RUN_GPUS, run.reporters.total("gpus"))
     state = run.state(now)
     for other in STATES:
@@ -64,6 +64,10 @@ def families(run: RunLedger, now: float, *, new: bool = False) -> list[Sample]:
     if buckets.flops and buckets.capacity > 0:
         add(m.RUN_RETAINED_FLOPS_TOTAL, buckets.retained)
         add(m.RUN_CAPACITY_FLOPS_TOTAL, buckets.capacity)
+    for name, total in buckets.work.items():
+        if "flops" not in name or run.reporters.all_count(name):
+            add(m.BY_NAME[f"run_{name}_total"], total)
+    add(m.RUN_PAGE, float(run.page))
     add(m.RUN_START_TIMESTAMP_SECONDS, run.start)
     return samples
 
@@ -133,6 +137,7 @@ def figures(run: RunLedger, now: float) -> dict[str, Any]:
     record |= {"submitted": run.submitted, "start": run.start, "frontier": run.buckets.frontier}
     record |= {"buckets": totals.pop("buckets"), "gpu_seconds": totals.pop("gpu_seconds"), "summary": totals}
     record |= {"attempts": attempts, "attempts_left_out": run.left_out, "incidents": list(incidents.values())}
+    record["stacks"] = run.stacks.rows
     return record | {"straggler": _straggler(run.stragglers) if run.state(now) == "running" else None}
 
 
@@ -151,4 +156,4 @@ def _straggler(stragglers: Stragglers) -> dict[str, Any]:
         }
         for one in verdict.suspects
     ]
-    return {"kind": verdict.kind, "share": verdict.share, "ranks": ranks, "why": verdict.why}
+    return {"kind": verdict.kind, "share": verdict.share, "ranks": ranks, "why": stragglers.why}

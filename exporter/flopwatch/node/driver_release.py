@@ -98,6 +98,7 @@ class Release:
 
     def _asked(self) -> float | None:
         try:
+            self._request.stat()  # usually there is no file, which opening it would find in five times the time
             text, written = self._request.read_text(errors="replace").strip(), self._request.stat().st_mtime
         except FileNotFoundError:
             return self._unwritten

@@ -6,6 +6,7 @@ from typing import Any
 
 from flopwatch import catalogue as m
 from flopwatch.ledger.client import LedgerClient
+from flopwatch.ledger.tables import stacks_text
 from flopwatch.report.model import GOOD, CheckpointSummary, Firing, Outlier, ReportedLoss, RunReport
 from flopwatch.report.queries import MAX_OUTLIERS, RUN_MFU, RunQueries
 from flopwatch.report.statistics import checkpoint_interval, mean_time_between
@@ -18,7 +19,8 @@ def collect(queries: RunQueries, price: float | None = None, ledger: LedgerClien
     """Query the report of a run. `price` is per GPU-hour. Raises SettingsError for an unknown run or a failed query."""
     run = queries.run
     began, tenant = queries.start()
-    losses = None if ledger is None else _losses(ledger.record(run, tenant))
+    record = None if ledger is None else ledger.record(run, tenant)
+    losses = None if record is None else _losses(record)
     buckets, gpu_seconds = queries.by("bucket", m.RUN_SECONDS_TOTAL), queries.by("bucket", m.RUN_GPU_SECONDS_TOTAL)
     state = next((name for name, on in queries.by("state", m.RUN_STATE).items() if on == 1), "unknown")
     queue = buckets.pop("queue", None)
@@ -69,6 +71,7 @@ def collect(queries: RunQueries, price: float | None = None, ledger: LedgerClien
         hosts=_hosts(alerts, losses or ()),
         links=queries.links(),
         missed=queries.missed(causes),
+        stacks="" if record is None else stacks_text(record),
         price=price,
     )
 

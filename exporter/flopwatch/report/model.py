@@ -111,4 +111,5 @@ class RunReport:
     hosts: list[Outlier]
     links: list[Outlier]
     missed: list[str]
+    stacks: str = ""  # of the last hang or straggler
     price: float | None = None  # of a GPU-hour

@@ -56,10 +56,9 @@ class PrometheusClient:
                 response = http.post(f"{self._url}/api/v1/{endpoint}", data=parameters)
             result = response.json()["data"]["result"] if response.is_success else None
         except (OSError, httpx.HTTPError, httpx.InvalidURL, *NOT_SERIES) as error:
-            reason = str(error) or type(error).__name__
-            raise SettingsError(
-                f"{self._url} does not answer as a Prometheus does: {reason}; is --prometheus right?"
-            ) from None
+            why = str(error) or type(error).__name__
+            text = f"{self._url} does not answer as a Prometheus does: {why}; is --prometheus right?"
+            raise SettingsError(text) from None
         if not response.is_success:
             raise SettingsError(f"{self._url} answers {response.status_code} to {query!r}: {response.text[:500]}")
         if not isinstance(result, list):

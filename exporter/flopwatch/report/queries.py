@@ -155,20 +155,17 @@ class RunQueries:
         if not all_points:
             return []
         cost = self._values("rank", f"max by (rank) (avg_over_time({STRAGGLER}{span}))")
-        places, outliers = self._places(), []
+        places: dict[str, str] = {}
+        for series in sorted(self._now(self._last(m.TRAINING_RANK_INFO)), key=lambda one: one.points[0][0]):
+            if "rank" in series.labels:
+                texts = (series.labels.get("host", ""), series.labels.get("uuid", ""))
+                places[series.labels["rank"]] = ", ".join(filter(None, texts))
+        outliers = []
         for series in sorted(late, key=lambda one: -one.points[0][1]):
             rank, share = series.labels["rank"], series.points[0][1] / all_points
             text = f"was the straggler in {share:.1%} of the run, at {cost.get(rank, 0.0):.1%} of a step"
             outliers.append(Outlier(f"rank {rank}", places.get(rank, ""), text))
         return outliers
-
-    def _places(self) -> dict[str, str]:
-        places = {}
-        for series in sorted(self._now(self._last(m.TRAINING_RANK_INFO)), key=lambda one: one.points[0][0]):
-            if "rank" in series.labels:
-                texts = (series.labels.get("host", ""), series.labels.get("uuid", ""))
-                places[series.labels["rank"]] = ", ".join(filter(None, texts))
-        return places
 
     def links(self) -> list[Outlier]:
         """Return the ports of the run's hosts with the most symbol errors and lost links, at most MAX_OUTLIERS."""

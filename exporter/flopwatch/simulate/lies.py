@@ -1,10 +1,7 @@
 """Ways in which drivers mislead their readers. The simulated driver does so on request.
 
-`lie` in simulator/host.py switches each one. `Simulation.sleep` takes the seconds that slow calls cost, so that a test
-can move its clock instead.
+`lie` in simulator/host.py switches each one. `Simulation.sleep` takes the seconds of slow calls. A test can replace it.
 """
-
-from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -13,20 +10,6 @@ import pynvml as real
 
 from flopwatch.node.collectors.nvml.fields import Key
 
-LIES = {
-    "double_types": "declare integer fields as DOUBLE",  # NVML bugs 2032468 and 4300930
-    "unwritten_fields": "return success for ECC and retirement fields without writing them",  # NVML bug 2009232
-    "wrapping_bytes": "wrap the PCIe byte fields 197 and 198 at 32 bits",  # DCGM-exporter issue 721
-    "mixed_fields": "fail a call that mixes ECC fields with others",  # DCGM issue 265
-    "gpm_refusals": "refuse activity samples in the second half of every ten minutes",  # DCGM issue 214
-    "slow_values": "take 1 ms per field value",
-    "slow_gpu": "take 100 ms per call about GPU 7",
-    "hidden_mig": "let no process see a MIG instance",  # nvidia-container-toolkit issue 842
-    "garbled_processes": "return garbage in place of the second and later processes",  # early R535 releases
-    "slow_init": "take 40 s for nvmlInit",
-    "no_persistence": "switch persistence mode off",
-    "no_ecc": "switch error correction off",
-}
 ECC_FIELDS, UNWRITTEN = frozenset(range(3, 7)), frozenset((3, 4, 5, 6, 29, 30, 31))
 DOUBLE = 0  # nvmlValueType_t
 SECONDS_PER_VALUE, INIT_SECONDS = 0.001, 40.0

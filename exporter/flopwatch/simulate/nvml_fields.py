@@ -3,7 +3,6 @@
 Field ids: NVML_FI_* in nvml.h, https://docs.nvidia.com/deploy/nvml-api/group__nvmlFieldValueEnums.html
 """
 
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +12,6 @@ import pynvml as real
 from flopwatch.node.collectors.nvml.fields import ALL_LINKS, Key
 from flopwatch.simulate import h100
 
-# nvmlFieldValue_t: id, scope, timestamp, latency, type, return, value.
-VALUE = struct.Struct("=IIqqIIQ")
 UNSIGNED_INT, UNSIGNED_LONG_LONG, SIGNED_INT = 1, 3, 5
 PCIE_BYTES = (197, 198)
 TYPES = {**dict.fromkeys((82, 91, 164, 165, 166, 230), UNSIGNED_INT), **dict.fromkeys((193, 194, 195, 196), SIGNED_INT)}

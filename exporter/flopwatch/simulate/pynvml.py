@@ -5,8 +5,6 @@ NVMLError_FunctionNotFound, as on a driver without it. Values are read from the 
 Answers are those of a captured H100 (tests/captures/SOURCES.md), and activity, traffic and processes follow the load.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import math
@@ -20,7 +18,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import pynvml as real
 
-from flopwatch.node.collectors.nvml.fields import Key
+from flopwatch.node.collectors.nvml.fields import ENTRY, Key
 from flopwatch.node.collectors.xid import kernel_lines
 from flopwatch.simulate import h100, lies, nvml_fields
 from flopwatch.simulate.folder import JsonFile
@@ -30,6 +28,7 @@ HANG_POLL, EVENT_POLL = 0.02, 0.5  # seconds between two checks of a hung call, 
 # Share of each activity while the GPU is fully busy, by GPM metric; the tensor cores' fall with the clock.
 ACTIVITIES = {1: 1.0, 2: 0.88, 3: 0.32, 4: 0.12, 10: 0.42, 11: 0.0, 12: 0.09, 13: 0.01, 8: 0.0, 9: 0.0}
 TENSOR_ACTIVITIES = {5: 0.55, 7: 0.55}
+MAX_CLOCKS = {real.NVML_CLOCK_VIDEO: h100.MAX_VIDEO_CLOCK, real.NVML_CLOCK_MEM: h100.MEMORY_CLOCK}
 MIG_SLOTS, BAR1 = 7, 131072 * h100.MEBIBYTE
 
 P = ParamSpec("P")
@@ -44,12 +43,12 @@ class Handle:
     slot: int | None = None
 
 
-def call(function: Callable[Concatenate[Simulation, P], T]) -> Callable[Concatenate[Simulation, P], T]:
+def call(function: "Callable[Concatenate[Simulation, P], T]") -> "Callable[Concatenate[Simulation, P], T]":
     """Make a method of Simulation an NVML call, which needs nvmlInit and fails or hangs as faults.json requires."""
     name = function.__name__
 
     @functools.wraps(function)
-    def wrapper(library: Simulation, /, *args: P.args, **kwargs: P.kwargs) -> T:
+    def wrapper(library: "Simulation", /, *args: P.args, **kwargs: P.kwargs) -> T:
         faults = library.faults.read()
         while faults["hang"] == name:
             time.sleep(HANG_POLL)
@@ -75,13 +74,9 @@ def call(function: Callable[Concatenate[Simulation, P], T]) -> Callable[Concaten
     return wrapper
 
 
-def _idle_video(nvml: Simulation, handle: Handle) -> list[int]:
+def _idle_video(nvml: "Simulation", handle: Handle) -> list[int]:
     nvml.require_whole(handle)
     return [0, 167_000]
-
-
-def _not_supported(nvml: Simulation, handle: Handle) -> int:
-    raise real.NVMLError(real.NVML_ERROR_NOT_SUPPORTED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +113,8 @@ class Simulation:
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(real, name)
-        return _function_not_found if isinstance(value, types.FunctionType) else value
+        absent = functools.partial(_refuse, real.NVML_ERROR_FUNCTION_NOT_FOUND)
+        return absent if isinstance(value, types.FunctionType) else value
 
     def check(self, gpu: int, faults: Mapping[str, Any]) -> None:
         """Raise NVMLError if a GPU was lost or reset since the last nvmlInit, or if a fault hides it."""
@@ -174,10 +170,6 @@ class Simulation:
         self.initialized = False
 
     @call
-    def nvmlDeviceGetCount(self) -> int:
-        return h100.GPUS
-
-    @call
     def nvmlDeviceGetHandleByIndex(self, index: int) -> Handle:
         if index not in range(h100.GPUS):
             raise real.NVMLError(real.NVML_ERROR_INVALID_ARGUMENT)
@@ -185,9 +177,8 @@ class Simulation:
 
     @call
     def nvmlDeviceGetUUID(self, handle: Handle) -> str:
-        if handle.slot is not None:
-            return f"MIG-51a70000-0000-4000-8{handle.index:03d}-{handle.slot:012d}"
-        return h100.uuid(handle.index)
+        slice_uuid = f"MIG-51a70000-0000-4000-8{handle.index:03d}-{handle.slot or 0:012d}"
+        return h100.uuid(handle.index) if handle.slot is None else slice_uuid
 
     @call
     def nvmlDeviceGetName(self, handle: Handle) -> str:
@@ -223,15 +214,9 @@ class Simulation:
     @call
     def nvmlDeviceGetClockInfo(self, handle: Handle, clock: int) -> int:
         sm = int(self.gpu(handle)["clock"])
-        if clock == real.NVML_CLOCK_VIDEO:
-            return h100.IDLE_VIDEO_CLOCK if sm == h100.IDLE_CLOCK else h100.MAX_VIDEO_CLOCK
-        return h100.MEMORY_CLOCK if clock == real.NVML_CLOCK_MEM else sm
-
-    @call
-    def nvmlDeviceGetMaxClockInfo(self, handle: Handle, clock: int) -> int:
-        if clock == real.NVML_CLOCK_VIDEO:
-            return h100.MAX_VIDEO_CLOCK
-        return h100.MEMORY_CLOCK if clock == real.NVML_CLOCK_MEM else h100.MAX_CLOCK
+        if clock == real.NVML_CLOCK_VIDEO and sm == h100.IDLE_CLOCK:
+            return h100.IDLE_VIDEO_CLOCK
+        return MAX_CLOCKS.get(clock, sm)
 
     # Memory errors and PCIe.
 
@@ -288,9 +273,9 @@ class Simulation:
             self.sleep(lies.SECONDS_PER_VALUE * len(keys))
             latency = int(1e6 * lies.SECONDS_PER_VALUE)
         for position, key in enumerate(keys):
-            place = position * nvml_fields.VALUE.size
+            place = position * ENTRY.size
             if lies.unwritten(lying, key[0]):
-                nvml_fields.VALUE.pack_into(values, place, *key, 0, 0, lies.DOUBLE, real.NVML_SUCCESS, 0)
+                ENTRY.pack_into(values, place, *key, 0, 0, lies.DOUBLE, real.NVML_SUCCESS, bytes(8))
                 continue
             number, status = numbers.get(key), real.NVML_SUCCESS
             if number is None:
@@ -300,7 +285,7 @@ class Simulation:
             if "wrapping_bytes" in lying and key[0] in nvml_fields.PCIE_BYTES:
                 number &= 0xFFFFFFFF
             kind = lies.DOUBLE if "double_types" in lying else kind
-            nvml_fields.VALUE.pack_into(values, place, *key, microseconds, latency, kind, status, number)
+            ENTRY.pack_into(values, place, *key, microseconds, latency, kind, status, number.to_bytes(8, "little"))
         return values
 
     @call
@@ -325,10 +310,6 @@ class Simulation:
         self._last_sample += 1
         self.gpm_samples[self._last_sample] = (0.0, 0.0, 0.0)
         return ctypes.cast(ctypes.c_void_p(self._last_sample), real.c_nvmlGpmSample_t)
-
-    @call
-    def nvmlGpmSampleFree(self, sample: Any) -> None:
-        del self.gpm_samples[_address(sample)]
 
     @call
     def nvmlGpmSampleGet(self, handle: Handle, sample: Any) -> Any:
@@ -395,9 +376,12 @@ ANSWERS: dict[str, Callable[..., Any]] = {
     "nvmlDeviceRegisterEvents": lambda _, handle, types, events: events.gpus.add(handle.index),
     "nvmlEventSetFree": lambda _, events: events.gpus.clear(),
     "nvmlSystemGetDriverVersion": lambda nvml: nvml.driver,
+    "nvmlDeviceGetCount": lambda _: h100.GPUS,
+    "nvmlDeviceGetMaxClockInfo": lambda _, handle, clock: MAX_CLOCKS.get(clock, h100.MAX_CLOCK),
+    "nvmlGpmSampleFree": lambda nvml, sample: nvml.gpm_samples.pop(_address(sample)),
     "nvmlDeviceGetEncoderUtilization": _idle_video,
     "nvmlDeviceGetDecoderUtilization": _idle_video,
-    "nvmlDeviceGetUnrepairableMemoryFlag_v1": _not_supported,
+    "nvmlDeviceGetUnrepairableMemoryFlag_v1": lambda _, handle: _refuse(real.NVML_ERROR_NOT_SUPPORTED),
     "nvmlDeviceGetSerial": lambda _, handle: h100.serial(handle.index),
     "nvmlDeviceGetBoardPartNumber": lambda _, handle: "692-2G520-0200-000",
     "nvmlDeviceGetModuleId": lambda _, handle: handle.index + 1,
@@ -446,10 +430,5 @@ def _address(sample: Any) -> int:
     return address
 
 
-def _function_not_found(*_args: object, **_kwargs: object) -> None:
-    raise real.NVMLError(real.NVML_ERROR_FUNCTION_NOT_FOUND)
-
-
-def load(root: Path) -> Simulation:
-    """Return a replacement of the pynvml module for the simulated node in `root`."""
-    return Simulation(root)
+def _refuse(code: int, *_args: object, **_kwargs: object) -> None:
+    raise real.NVMLError(code)

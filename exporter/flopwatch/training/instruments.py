@@ -61,13 +61,11 @@ class Instruments:
             given = parallel.megatron() if recorder.parallel is None else None
             if given is None:
                 return
-        try:
-            recorder.parallel = parallel.parallel(given, recorder.world_size)
+        with recorder.reporting("parallel"):
+            recorder.parallel = parallel.parallel(given, recorder.totals.world_size)
             recorder.process_groups = parallel.process_groups(given)
             if recorder.totals.replica_ranks is None:
                 recorder.totals.replica_ranks = recorder.parallel.replica_ranks
-        except Exception as error:
-            recorder.failed("parallel", error)
 
     def follow_device(self) -> None:
         """Time steps and phases with CUDA events instead of the host's clock, if CUDA is in use."""
@@ -147,7 +145,7 @@ class Instruments:
         """Return kind and ranks of a process group, of all ranks if it is None. None if its ranks have no text."""
         if group is None:
             if self._whole is None:  # once, because a call in each step costs time
-                self._whole = WHOLE_JOB, all_ranks_text(self._recorder.world_size)
+                self._whole = WHOLE_JOB, all_ranks_text(self._recorder.totals.world_size)
             return self._whole
         if self._groups is None:
             from flopwatch.training.torch.groups import Groups
@@ -162,10 +160,8 @@ class Instruments:
 
     def _remove(self, instruments: tuple[Any, ...]) -> None:
         for instrument in instruments:
-            try:
+            with self._recorder.reporting("remove"):
                 instrument.remove()
-            except Exception as error:
-                self._recorder.failed("remove", error)
 
 
 def _matmul_dtype(module: Any) -> str | None:

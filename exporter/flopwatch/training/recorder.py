@@ -9,7 +9,9 @@ import logging
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import get_ident
 from typing import Any
@@ -50,6 +52,7 @@ class Snapshot:
     resource: dict[str, str | int | float]
     points: dict[Metric, list[tuple[dict[str, str], float]]]
     step_durations: tuple[tuple[float, ...], list[int], float] | None  # bounds in seconds; None except on rank 0
+    running: tuple[int | None, float] | None = None  # the loop's thread and mean step, unless a step is overdue
 
 
 def ignore(_: Event) -> None:
@@ -88,7 +91,7 @@ class Recorder:
         self.start = start
         self.lock = threading.Lock()  # of the totals; the loop never waits for it
         self.errors = 0
-        self.rank, self.world_size = 0, 1
+        self.rank = 0
         self.parallel: Parallel | None = None  # this rank's coordinates
         self.process_groups: list[tuple[str, Any]] = []  # kinds and groups that the job named
         self.step_source, self.flops_source = "manual", "declared"
@@ -101,6 +104,7 @@ class Recorder:
         self.no_wait_because: str | None = None  # reason why waits are not measured
         self.in_wait = False  # in the loop's thread, so that a wait inside another one counts once
         self.polls: list[Callable[[], None]] = []
+        self.messages = Counter[Group]()  # that this rank began to send or receive in a pipeline
         self.gauges: dict[tuple[Metric, tuple[tuple[str, str], ...]], float] = {}
         self._origin: tuple[int | None, int] | None = None  # step restored, and steps taken before that
         self.measured_every = MEASURED_EVERY  # seconds
@@ -143,6 +147,14 @@ class Recorder:
                 log.warning("run.%s: %s (training goes on; this is logged once)%s", what, text, stack)
         except Exception:
             pass  # a log handler of the job fails; the error is counted
+
+    @contextmanager
+    def reporting(self, what: str) -> Iterator[None]:
+        """Report an exception inside the `with` statement as one of `what`, and continue after it."""
+        try:
+            yield
+        except Exception as error:
+            self.failed(what, error)
 
     def note(self, what: str, kind: Callable[..., None], *arguments: object, at: Mark | None = None) -> None:
         """Record an event of `kind`, a method of Totals, at a mark or now. Errors are reported as those of `what`."""

@@ -5,8 +5,6 @@ and pushes totals (push/). No method raises: errors are counted in training_hook
 methods on the training loop's thread, because activities on other threads are ignored.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import os
@@ -89,7 +87,7 @@ class Run:
     FLOPWATCH_DISABLE=1 disables pushing. A new Run ends an earlier one in the same process.
     """
 
-    _newest: Run | None = None  # the one that pushes
+    _newest: "Run | None" = None  # the one that pushes
     # Defaults for the case that __init__ fails. The methods then do nothing.
     recorder = Recorder()
     name = attempt = ""
@@ -97,7 +95,7 @@ class Run:
     ended_by = ""  # label of the reason for the end, if the caller sets it
     _activities: Mapping[str, AbstractContextManager[None]] = {}
     _instruments: Instruments | None = None
-    _pusher: Pusher | None = None
+    _pusher: "Pusher | None" = None
     _ending: str | None = None  # status passed to the first finish()
     _watches_checkpoints = False
 
@@ -142,23 +140,16 @@ class Run:
         self._info = declare(given, process, start, dtype, submitted_at, **facts)
         declare_peak(given, self._info, peak_flops, peak_source)
         declare_flops(given, recorder.totals, flops_per_token, convention, hardware_flops_per_token)
-        self._identify(given.text(name, "FLOPWATCH_RUN"), attempt, rank, world_size, local_rank)
+        launch, host, name = self._info.launch, self._info.host, given.text(name, "FLOPWATCH_RUN")
+        own = identity.settle(launch, host, start, _agree, name, attempt, rank, world_size, local_rank)
+        self._info.identity = own
+        self.name, self.attempt = own.name, own.attempt
+        self.rank, self.world_size, self.local_rank = own.rank, own.world_size, own.local_rank
+        recorder.rank, recorder.totals.world_size = own.rank, own.world_size
         self._begin(parallel, replica_ranks, before)
         if model is not None:
             self.watch(model)
         self._start_pushing(endpoint, push_interval)
-
-    def _identify(
-        self, name: str, attempt: str | None, rank: int | None, world_size: int | None, local_rank: int | None
-    ) -> None:
-        info, recorder = self._info, self.recorder
-        start = info.start_unix
-        own = identity.settle(info.launch, info.host, start, _agree, name, attempt, rank, world_size, local_rank)
-        info.identity = own
-        self.name, self.attempt = own.name, own.attempt
-        self.rank, self.world_size, self.local_rank = own.rank, own.world_size, own.local_rank
-        recorder.rank, recorder.world_size = own.rank, own.world_size
-        recorder.totals.world_size = own.world_size
 
     def _begin(self, parallel: object, replica_ranks: float | None, before: Iterable[tuple[str, float, float]]) -> None:
         """Start recording, and end an earlier Run of this process that still pushes."""
@@ -212,7 +203,8 @@ class Run:
         )
         url = given.text(endpoint, "FLOPWATCH_ENDPOINT") or "http://127.0.0.1:4318"
         wire = Wire(url, info.start_unix, token, given.text(None, "FLOPWATCH_HEADERS"), headers, ca)
-        self._pusher = Pusher(wire, seconds, self.snapshot, self._at_exit, functools.partial(recorder.failed, "push"))
+        failed = functools.partial(recorder.failed, "push")
+        self._pusher = Pusher(wire, seconds, self.snapshot, self._at_exit, failed, info.host)
         recorder.pushing = True
         self._pusher.start()
         if self._instruments is not None:
@@ -366,7 +358,10 @@ class Run:
             raise RuntimeError("finish() was called before; only the first call counts")
         self._ending = status
         if self._watches_checkpoints:
-            self._commit_pending(status)
+            from flopwatch.training.torch import checkpoints
+
+            with self.recorder.reporting("finish"):
+                checkpoints.commit_pending(self.recorder, status)
         self._end()
         self._push_last(status)
 
@@ -423,12 +418,6 @@ class Run:
             if not self.recorder.finished:
                 self._end()
             self._push_last(self._ending)
-
-    @_guarded(lambda: None)
-    def _commit_pending(self, status: str) -> None:
-        from flopwatch.training.torch import checkpoints
-
-        checkpoints.commit_pending(self.recorder, status)
 
     def _end(self) -> None:
         self.recorder.end()

@@ -47,8 +47,7 @@ class Moment(Protocol):
 class MissedMark(float):
     """Host's clock at a point in a device's work that has no moment, because no event was free.
 
-    The device may be seconds behind. So neither waits nor phases of the open step count, and no duration of a step that
-    begins or ends with it.
+    The device may be seconds behind, so no wait or phase of the open step counts, nor a step that begins or ends here.
     """
 
     __slots__ = ()
@@ -146,6 +145,7 @@ class Totals:
         self.measured_seconds = 0.0
         self.measured_steps = 0
         self.measured_tokens = 0.0
+        self.computing_squares = 0.0  # of the seconds of each measured step in which the rank did not wait
         self.durations = [0] * (len(DURATION_BOUNDS) + 1)
         self.duration_sum = 0.0
         self.recent: deque[tuple[float, float]] = deque(maxlen=RECENT_MOST)  # end and duration of steps
@@ -254,6 +254,7 @@ class Totals:
                 self.phases[phase] = self.phases.get(phase, 0.0) + seconds
             self.measured_seconds += duration
             self.measured_steps += 1
+            self.computing_squares += (duration - (self._wait or 0.0)) ** 2
         # An outlier moves the mean a little, so that it follows when steps become longer for good.
         self.step_seconds += (min(duration, 2 * mean) - mean) / 8 if mean else duration
         return measured

@@ -2,27 +2,28 @@
 
 A rank that stops has called fewer operations of a communicator than its peers there, and waits in none itself. In the
 coarser communicators all ranks that wait for it are behind too, so the finest communicator with a difference counts.
-The numbers of a pipeline's sends and receives differ between its stages and are not compared.
+Of a pipeline, messages sent are compared with those that the receiver has asked for. A rank that asks for one early
+seems to wait. If that leaves no rank, they are not compared.
 
 Each sign has one vote, split among the ranks it points at. A sign that points at more than half of the ranks counts for
 none of them and casts doubt on the other signs. GPU activity is compared with the same GPU's past and with that of the
 other ranks, because a GPU that waits in NCCL is busy.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import NamedTuple
 
 from flopwatch.catalogue.hang_signs import HANG_SIGNS
+from flopwatch.catalogue.ranks import MESSAGES
+from flopwatch.verdicts.overdue import IDLE
 from flopwatch.verdicts.waits import POINT_TO_POINT, Communicator
 
 DOUBT = 0.2  # of a vote
 CERTAIN = 0.5  # share of the votes above which a suspect is named
 FEW = 2  # ranks that are missing and all are named; more may wait for one of them in a group that is not counted
-IDLE, BUSY = 0.01, 0.5  # utilization
+BUSY = 0.5  # utilization
 COMPUTES, TIMES_MEDIAN = 0.5, 1.5  # power as a share of the limit, and of the median of the ranks
 NO_TENSOR, LOW_POWER = 0.01, 0.6  # share of the time with active tensor cores, and of the usual power
 
@@ -90,11 +91,19 @@ def does_work(ranks: Iterable[RankState], *, still: bool | None) -> bool:
     return not (gpus and len(power) == len(gpus) and sum(power) < LOW_POWER * len(power))
 
 
-def judge(ranks: Mapping[int, RankState]) -> HangVerdict:
-    """Return the verdict on a run with an overdue step that does no work."""
-    missing = _missing({rank: state.called for rank, state in ranks.items()})
+def judge(
+    ranks: Mapping[int, RankState], launched: Mapping[int, Mapping[Communicator, int]] | None = None
+) -> HangVerdict:
+    """Return the verdict on a run with an overdue step that does no work.
+
+    `launched` has numbers of operations like `RankState.called` has, by NCCL's own count.
+    """
+    numbers = {rank: state.called for rank, state in ranks.items()}
+    called = _missing(numbers) or _missing(numbers, without=(POINT_TO_POINT, *MESSAGES))
+    by_nccl = {rank: group for rank, group in _missing(launched or {}).items() if rank in ranks}
+    missing = {**by_nccl, **called}
     signs = {sign: frozenset(rank for rank, state in ranks.items() if sign in state.signs) for sign in HANG_SIGNS}
-    signs |= {"sequence": frozenset(missing), **_of_gpus(ranks)}
+    signs |= {"sequence": frozenset(called), "ras": frozenset(by_nccl), **_of_gpus(ranks)}
     signs = {sign: pointed for sign, pointed in signs.items() if pointed}
     votes: dict[int, float] = {}
     for pointed in signs.values():
@@ -104,7 +113,7 @@ def judge(ranks: Mapping[int, RankState]) -> HangVerdict:
     named = [rank for rank in sorted(votes) if votes[rank] > CERTAIN]
     # In a pipeline, one of them may wait for the other in a receive.
     paired = any(group.kind == POINT_TO_POINT for state in ranks.values() for group in state.called)
-    if not named and signs.keys() == {"sequence"} and len(missing) <= FEW and not paired:
+    if not named and signs.keys() <= {"sequence", "ras"} and len(missing) <= FEW and not paired:
         named = sorted(missing.keys() & votes.keys())
     suspects = [
         HangSuspect(rank, ranks[rank].host, votes[rank], _signs_of({rank}, signs), missing.get(rank)) for rank in named
@@ -115,21 +124,23 @@ def judge(ranks: Mapping[int, RankState]) -> HangVerdict:
     return HangVerdict(tuple(suspects), signs, why)
 
 
-def _missing(called: Mapping[int, Mapping[Communicator, int]]) -> dict[int, Communicator]:
+def _missing(
+    called: Mapping[int, Mapping[Communicator, int]], without: Sequence[str] = (POINT_TO_POINT,)
+) -> dict[int, Communicator]:
     """Return the ranks that the others wait for, with the finest communicator in which they are behind."""
     behind: dict[int, Communicator] = {}
     waiting = set()
-    groups = {group for calls in called.values() for group in calls if group.kind != POINT_TO_POINT}
+    groups = {group for calls in called.values() for group in calls if group.kind not in without}
     for group in sorted(groups, key=lambda group: group.order):
         numbers = {rank: called[rank][group] for rank in group.ranks if group in called.get(rank, {})}
         for rank, number in numbers.items():
             if number < max(numbers.values()):
-                behind.setdefault(rank, group)
+                behind.setdefault(rank, Communicator(POINT_TO_POINT, group.ranks) if group.kind in MESSAGES else group)
             if number > min(numbers.values()):
                 waiting.add(rank)
     suspects = {rank: group for rank, group in behind.items() if rank not in waiting}
-    finest = min((group.fineness for group in suspects.values()), default=0)
-    return {rank: group for rank, group in suspects.items() if group.fineness == finest}
+    finest = min((group.order[:2] for group in suspects.values()), default=0)
+    return {rank: group for rank, group in suspects.items() if group.order[:2] == finest}
 
 
 def _of_gpus(ranks: Mapping[int, RankState]) -> dict[str, frozenset[int]]:

@@ -6,11 +6,10 @@ soon as these have ended. Communication ends a transfer after its last member be
 Only one rank of each tensor parallel group is traced. Interleaved pipelines are refused.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
@@ -115,18 +114,17 @@ class Replay:
         found = {}
         for step in self.steps:
             for group in self._groups:
-                began = {
-                    replica: max(self._row(step, replica, operation).start for operation in group)
-                    for replica in self.replicas
-                }
-                if group[0].kind in TOGETHER:
-                    began = dict.fromkeys(began, max(began.values()))
-                for replica in self.replicas:
-                    for operation in group:
-                        row = self._row(step, replica, operation)
-                        seconds = row.start + row.duration - (began[replica] if _waits(operation) else row.start)
-                        found[step, replica, operation] = seconds if seconds > -MAX_OVERLAP else 0.0
+                rows = {(replica, one): self._row(step, replica, one) for replica in self.replicas for one in group}
+                began = self._began(group, {place: row.start for place, row in rows.items()})
+                for (replica, operation), row in rows.items():
+                    seconds = row.start + row.duration - (began[replica] if _waits(operation) else row.start)
+                    found[step, replica, operation] = seconds if seconds > -MAX_OVERLAP else 0.0
         return found
+
+    def _began(self, group: Sequence[Operation], ready: Mapping[tuple[int, Operation], float]) -> dict[int, float]:
+        """Return when a group begins in each replica: once its members are `ready`, in all replicas if these wait."""
+        began = {replica: max(ready[replica, operation] for operation in group) for replica in self.replicas}
+        return dict.fromkeys(began, max(began.values())) if group[0].kind in TOGETHER else began
 
     def _row(self, step: int, replica: int, operation: Operation) -> Row:
         try:
@@ -145,20 +143,15 @@ class Replay:
         for step in self.steps:
             ends: dict[tuple[int, Operation], float] = {}
             for group in self._groups:
-                began = {
-                    replica: max(
-                        max((ends[replica, before] for before in self._after[operation]), default=0.0)
-                        for operation in group
-                    )
+                ready = {
+                    (replica, one): max((ends[replica, before] for before in self._after[one]), default=0.0)
                     for replica in self.replicas
+                    for one in group
                 }
-                if group[0].kind in TOGETHER:
-                    began = dict.fromkeys(began, max(began.values()))
-                for replica in self.replicas:
-                    for operation in group:
-                        place = step, replica, operation
-                        seconds = self.seconds[place] if keep[replica, operation] else self.usual[operation.kind]
-                        ends[replica, operation] = began[replica] + seconds
+                began = self._began(group, ready)
+                for replica, one in ready:
+                    seconds = self.seconds[step, replica, one] if keep[replica, one] else self.usual[one.kind]
+                    ends[replica, one] = began[replica] + seconds
             total += max(ends.values())
         return total / len(self.steps)
 
@@ -189,7 +182,13 @@ def _dependencies(rows: Sequence[Row]) -> tuple[dict[Operation, list[Operation]]
     groups: defaultdict[tuple[object, ...], list[Operation]] = defaultdict(list)
     for operation, group in group_of.items():
         groups[group].append(operation)
-    return after, [groups[group] for group in _ordered(after, group_of)]
+    order = TopologicalSorter[tuple[object, ...]]()
+    for operation, before in after.items():
+        order.add(group_of[operation], *({group_of[one] for one in before} - {group_of[operation]}))
+    try:
+        return after, [groups[group] for group in order.static_order()]
+    except CycleError:
+        raise TraceError("operations depend on each other in a circle") from None
 
 
 def _of_stage(rows: Sequence[Row], has_embedding: bool, after: dict[Operation, list[Operation]]) -> None:
@@ -219,12 +218,8 @@ def _of_stage(rows: Sequence[Row], has_embedding: bool, after: dict[Operation, l
         after[of[f"{FORWARD}-compute"][0]].append(gather)
     overlapped = SEPARATE in of
     scatter = of.get(SCATTER, [])
-    chain = [
-        computed[-1],
-        *of.get(COLLECTION, []),
-        *of.get(LAYERNORM, []),
-        *(of.get(EMBEDDING, []) if has_embedding else []),
-    ]
+    chain = [computed[-1], *of.get(COLLECTION, []), *of.get(LAYERNORM, [])]
+    chain += of.get(EMBEDDING, []) if has_embedding else []
     chain += of[SEPARATE] if overlapped else scatter
     _chain(after, [*chain, *of.get(CLIP, []), *of.get(OPTIMIZER, [])])
     if overlapped and scatter:
@@ -236,23 +231,3 @@ def _of_stage(rows: Sequence[Row], has_embedding: bool, after: dict[Operation, l
 def _chain(after: Mapping[Operation, list[Operation]], operations: Iterable[Operation]) -> None:
     for one, other in pairwise(operations):
         after[other].append(one)
-
-
-def _ordered(
-    after: Mapping[Operation, Sequence[Operation]], group_of: Mapping[Operation, tuple[object, ...]]
-) -> list[tuple[object, ...]]:
-    """Return the groups in an order in which each follows those that it depends on. Raises TraceError for a circle."""
-    waiting: defaultdict[tuple[object, ...], set[tuple[object, ...]]] = defaultdict(set)
-    for operation, before in after.items():
-        waiting[group_of[operation]] |= {group_of[one] for one in before} - {group_of[operation]}
-    order: list[tuple[object, ...]] = []
-    done: set[tuple[object, ...]] = set()
-    while waiting:
-        ready = [group for group, before in waiting.items() if before <= done]
-        if not ready:
-            raise TraceError("operations depend on each other in a circle")
-        for group in ready:
-            del waiting[group]
-        order += ready
-        done.update(ready)
-    return order

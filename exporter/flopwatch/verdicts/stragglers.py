@@ -5,8 +5,6 @@ its standard error. A clear case is named after few intervals, another after mor
 alike. Ranks that are late in turn, as with shared storage, are an imbalance, which names no rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, fsum, sqrt
@@ -19,9 +17,10 @@ import numpy as np
 from flopwatch.verdicts.waits import POINT_TO_POINT, Array, Communicator, Interval
 
 MIN_SHARE = 0.04  # of a step that a straggler computes longer at least
-# Last intervals that are judged (45 s to 5 minutes with a report every 15 s), the standard errors between that share
+# Last intervals that are judged (30 s to 5 minutes with a report every 15 s), the standard errors between that share
 # and half of the minimum, and the part of the intervals in which the share is at least that half.
-WINDOWS = ((3, 8.0, 1.0), (4, 8.0, 1.0), (8, 7.0, 0.7), (20, 5.0, 0.6))
+WINDOWS = ((2, 12.0, 1.0), (3, 8.0, 1.0), (4, 8.0, 1.0), (8, 7.0, 0.7), (20, 5.0, 0.6))
+NO_RANK = 3  # last intervals that are judged where no rank is late
 MIN_STEPS = 6
 MIN_KEPT = 0.1  # times that share, for which its peers wait at least: a pipeline hides much of it
 UNEVEN_WORK = 1.05  # times the mean of tokens, above which a rank is late for its work
@@ -42,9 +41,8 @@ class Suspect(NamedTuple):
 class StragglerVerdict:
     """Cause of waits, the share of each step that it takes, and the ranks it names, the latest first.
 
-    Kinds: none; rank (one or several); host (all of its ranks); group (all ranks of a pipeline stage in one replica);
-    stage (in all replicas); link (between two ranks of a pipeline); imbalance; communication. `why` has the reason for
-    none.
+    Kinds: none (`why` has the reason); rank (one or several); host (all of its ranks); group (all ranks of a pipeline
+    stage in one replica); stage (in all replicas); link (between two ranks of a pipeline); imbalance; communication.
     """
 
     kind: str
@@ -55,35 +53,46 @@ class StragglerVerdict:
 
 
 def judge(
-    intervals: Sequence[Interval], usual: float | None = None, hosts: Mapping[int, str] = MappingProxyType({})
+    intervals: Sequence[Interval],
+    usual: float | None = None,
+    hosts: Mapping[int, str] = MappingProxyType({}),
+    fewest: int = WINDOWS[0][0],
 ) -> StragglerVerdict:
     """Return the verdict on the last intervals of one run.
 
     `usual` is its usual_wait(), None if that is unknown. `hosts` has the host of each rank. The shortest of WINDOWS
-    that is certain of ranks counts. What is no rank's fault is a matter of the shortest one.
+    that is certain of ranks counts, of those with the `fewest` intervals or more. What is no rank's fault is a matter
+    of the last NO_RANK intervals.
     """
-    shortest = WINDOWS[0][0]
-    if len(intervals) < shortest:
+    if len(intervals) < WINDOWS[0][0]:
         return StragglerVerdict("none", why=f"{len(intervals)} measured intervals are too few")
-    for size, errors, steady in WINDOWS:
-        window = Window(intervals[-size:], errors, steady)
-        if len(intervals) >= size and fsum(one.steps for one in window.intervals) >= MIN_STEPS:
+    last = intervals[-NO_RANK:]
+    # In most runs nothing is late, so no window is looked at.
+    shares = (share for one in last for share in (one.longer, one.stage_lateness, one.receives))
+    for size, errors, steady in WINDOWS if max(map(np.max, shares)) >= MIN_SHARE / 2 else ():
+        window = Window(intervals[-size:], errors, steady, intervals if size < NO_RANK else ())
+        if len(intervals) >= size >= fewest and fsum(one.steps for one in window.intervals) >= MIN_STEPS:
             for verdict in (_ranks(window, hosts), _stage(window), _link(window)):
                 if verdict is not None:
                     return replace(verdict, judged=size)
-    last = intervals[-shortest:]
+    if len(last) < NO_RANK:
+        return StragglerVerdict("none", why=f"{len(last)} measured intervals are too few")
     if (steps := fsum(one.steps for one in last)) < MIN_STEPS:
         return StragglerVerdict("none", why=f"{steps:g} measured steps are too few")
     none = StragglerVerdict("none", why="no rank makes others wait")
-    return replace(_imbalance(last) or _communication(last, usual) or none, judged=shortest)
+    return replace(_imbalance(last) or _communication(last, usual) or none, judged=NO_RANK)
 
 
 class Window(NamedTuple):
-    """Intervals that are judged together, with the standard errors and the part of them that a share must exceed."""
+    """Intervals that are judged together, with the standard errors and the part of them that a share must exceed.
+
+    `history` has more intervals, whose noise counts too, because two alone may agree by chance.
+    """
 
     intervals: Sequence[Interval]
     errors: float
     steady: float
+    history: Sequence[Interval] = ()
 
     def certain(
         self, shares: Callable[[Interval], Array], alike: Array, among: Array | None = None, least: float = 0.0
@@ -95,7 +104,7 @@ class Window(NamedTuple):
         by chance. The variance is at `least` this.
         """
         every = [shares(one) for one in self.intervals]
-        lately = np.max(every[-WINDOWS[0][0] :], axis=0) >= MIN_SHARE / 2
+        lately = np.max(every[-NO_RANK:], axis=0) >= MIN_SHARE / 2
         if among is not None:
             lately &= among
         if not lately.any():
@@ -109,6 +118,10 @@ class Window(NamedTuple):
         counted = np.ones(len(means), bool) if among is None else among
         noise = np.bincount(alike[counted], variances[counted]) / np.maximum(np.bincount(alike[counted]), 1)
         found = np.flatnonzero(late)
+        if self.history:
+            usual = np.var([shares(one) for one in self.history], axis=0)
+            for one in np.unique(alike[found]):  # the median, because a rank that became late varies, too
+                noise[one] = max(noise[one], np.median(usual[counted & (alike == one)]))
         errors = np.sqrt(np.maximum(np.maximum(variances[found], noise[alike[found]]), least) / (len(every) - 1))
         certain = found[means[found] - self.errors * errors >= MIN_SHARE / 2]
         return {int(one): float(means[one]) for one in certain}

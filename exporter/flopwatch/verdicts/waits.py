@@ -5,12 +5,11 @@ while it does not wait. Numbers of a run are in arrays: one per rank in the orde
 rank in a communicator, in the order of `Layout.places`.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
+from operator import attrgetter
 from statistics import median_low
 from typing import Any
 
@@ -56,20 +55,11 @@ class Communicator:
     @property
     def fineness(self) -> tuple[int, int]:
         """Return the place of its kind from the finest to the coarsest, and its size."""
-        return KINDS.index(self.kind) if self.kind in KINDS else len(KINDS), len(self.ranks)
+        kind = self.kind.partition("_")[0]  # also of the messages in one direction of a pipeline
+        return KINDS.index(kind) if kind in KINDS else len(KINDS), len(self.ranks)
 
 
 Place = tuple[Communicator, int]  # a rank in a communicator
-
-
-@dataclass(frozen=True, slots=True)
-class RankTotals:
-    """Totals of one rank over its measured steps: steps, their seconds, seconds waited by communicator, and tokens."""
-
-    steps: float
-    seconds: float
-    waits: Mapping[Communicator, float]
-    tokens: float = 0.0
 
 
 class Unmeasured(Exception):
@@ -85,24 +75,28 @@ class Layout:
 
     def __init__(self, members: Mapping[int, Iterable[Communicator]]) -> None:
         self.ranks = tuple(sorted(members))
-        index = {rank: number for number, rank in enumerate(self.ranks)}
-        self.communicators = sorted(
-            {group for groups in members.values() for group in groups}, key=lambda group: group.order
-        )
-        for group in self.communicators:
-            for rank in group.ranks:
-                if rank not in index:
-                    raise Unmeasured(f"the waits of rank {rank} in {group.kind} are not measured")
+        # By identity first, because equal ones are mostly the same object.
+        same = {id(group): group for groups in members.values() for group in groups}
+        alike: defaultdict[tuple[int, int], list[Communicator]] = defaultdict(list)
+        for group in dict.fromkeys(same.values()):
+            alike[group.fineness].append(group)
+        self.communicators = [
+            group for fineness in sorted(alike) for group in sorted(alike[fineness], key=attrgetter("ranks"))
+        ]
         sizes = [len(group.ranks) for group in self.communicators]
-        self._group: Array = np.repeat(np.arange(len(sizes)), sizes)
-        self._first = np.cumsum([0, *sizes])
-        self.rank_of = np.fromiter((index[rank] for group in self.communicators for rank in group.ranks), np.intp)
+        self.group_of: Array = np.repeat(np.arange(len(sizes)), sizes)
+        self._first: Array = np.cumsum([0, *sizes])
+        every = np.fromiter(chain.from_iterable(group.ranks for group in self.communicators), np.intp)
+        if len(unknown := np.flatnonzero(~np.isin(every, self.ranks))):
+            group = self.communicators[self.group_of[unknown[0]]]
+            raise Unmeasured(f"the waits of rank {every[unknown[0]]} in {group.kind} are not measured")
+        self.rank_of: Array = np.searchsorted(self.ranks, every)
         kinds = sorted({group.kind for group in self.communicators})
         codes = np.array([kinds.index(group.kind) for group in self.communicators], np.intp)
-        self.kind_of = codes[self._group]
+        self.kind_of = codes[self.group_of]
         pairs = np.array([group.kind == POINT_TO_POINT for group in self.communicators], bool)
-        self.in_pair = pairs[self._group]
-        self.has_peers = ~self.in_pair & (np.array(sizes, np.intp)[self._group] > 1)
+        self.in_pair = pairs[self.group_of]
+        self.has_peers = ~self.in_pair & (np.array(sizes, np.intp)[self.group_of] > 1)
         # Places of the communicators of each size, one communicator a row.
         self._rows = [
             self._first[:-1][(np.array(sizes) == size) & ~pairs][:, None] + np.arange(size)
@@ -110,27 +104,13 @@ class Layout:
             if size > 1
         ]
 
-    @property
-    def size(self) -> int:
-        """Number of places."""
-        return len(self.rank_of)
-
     def place(self, number: int) -> Place:
         """Return the place with this number."""
-        return self.communicators[self._group[number]], self.ranks[self.rank_of[number]]
-
-    def places(self) -> list[Place]:
-        """Return all places in their order."""
-        return [(group, rank) for group in self.communicators for rank in group.ranks]
-
-    def number(self, place: Place) -> int:
-        """Return the number of a place."""
-        group, rank = place
-        return int(self._first[self.communicators.index(group)]) + group.ranks.index(rank)
+        return self.communicators[self.group_of[number]], self.ranks[self.rank_of[number]]
 
     def below_peers(self, numbers: Array) -> Array:
         """Return how far the number of each place is below the upper median of its peers in the communicator."""
-        found = np.zeros(self.size)
+        found = np.zeros(len(self.rank_of))
         for rows in self._rows:
             own, middle = numbers[rows], (rows.shape[1] - 1) // 2
             ordered = np.sort(own, axis=1)
@@ -153,11 +133,9 @@ class Layout:
     @cached_property
     def ends(self) -> list[Array]:
         """Return the places that receive from the same side of the same pipeline stage, in all replicas."""
-        ends: defaultdict[tuple[int, bool], list[int]] = defaultdict(list)
-        for number in np.flatnonzero(self.in_pair).tolist():
-            group, rank = self.place(number)
-            ends[int(self.stages[self.rank_of[number]]), rank == group.ranks[-1]].append(number)
-        return [np.array(numbers, np.intp) for numbers in ends.values()]
+        numbers = np.flatnonzero(self.in_pair)
+        side = 2 * self.stages[self.rank_of[numbers]] + np.isin(numbers, self._first[1:] - 1)
+        return [numbers[side == one] for one in np.unique(side)]
 
     def together(self, kinds: Iterable[str]) -> dict[int, int]:
         """Return the lowest rank that each rank is connected with through communicators of these kinds."""
@@ -177,62 +155,17 @@ class Layout:
 
 
 class Interval:
-    """Some steps of a run: their number, seconds per step, waits of each place as shares of a step, and tokens."""
+    """Some steps of a run, from what grew since the last report: numbers of each rank, and seconds waited per place.
 
-    def __init__(self, layout: Layout, steps: float, step_seconds: float, waits: Array, tokens: Array) -> None:
-        self.layout, self.steps, self.step_seconds = layout, steps, step_seconds
-        self.waits, self.tokens = waits, tokens
+    Waits are shares of a step. Squares are of the seconds that a rank computed in each step, NaN if unknown.
+    """
 
-    @classmethod
-    def of(
-        cls,
-        steps: float,
-        step_seconds: float,
-        waits: Mapping[int, Mapping[Communicator, float]],
-        tokens: Mapping[int, float],
-    ) -> Interval:
-        """Return an interval from the waits of each rank by communicator, as shares of a step."""
-        layout = Layout(waits)
-        shares = np.array([waits[rank].get(group, 0.0) for group, rank in layout.places()])
-        return cls(layout, steps, step_seconds, shares, np.array([tokens.get(rank, 0.0) for rank in layout.ranks]))
-
-    @classmethod
-    def between(
-        cls, then: Mapping[int, RankTotals], now: Mapping[int, RankTotals], layout: Layout | None = None
-    ) -> Interval:
-        """Return the steps between two reports of all ranks. Raises Unmeasured.
-
-        `layout` is that of an earlier interval, which saves time if the ranks still have its communicators.
-        """
-        if then.keys() != now.keys():
-            raise Unmeasured("ranks joined or left")
-        if layout is not None and len(layout.ranks) == len(now):
-            try:
-                return cls._between(then, now, layout)
-            except NoSteps:
-                raise
-            except (KeyError, Unmeasured):
-                pass  # the ranks have other communicators by now
-        return cls._between(then, now, Layout({rank: totals.waits for rank, totals in now.items()}))
-
-    @classmethod
-    def _between(cls, then: Mapping[int, RankTotals], now: Mapping[int, RankTotals], layout: Layout) -> Interval:
-        pairs = [(then[rank], now[rank]) for rank in layout.ranks]
-        steps = np.array([after.steps - before.steps for before, after in pairs])
-        seconds = np.array([after.seconds - before.seconds for before, after in pairs])
+    def __init__(self, layout: Layout, steps: Array, seconds: Array, waits: Array, tokens: Array, squares: Array):
         if len(unmeasured := np.flatnonzero((steps <= 0) | (seconds <= 0))):
             raise NoSteps(f"rank {layout.ranks[unmeasured[0]]} has no measured step")
-        waits = []
-        for group in layout.communicators:
-            for rank in group.ranks:
-                if (wait := now[rank].waits.get(group)) is None:
-                    raise Unmeasured(f"the waits of rank {rank} in {group.kind} are not measured")
-                waits.append(wait - then[rank].waits.get(group, 0.0))
-        if len(waits) < sum(len(totals.waits) for totals in now.values()):
-            raise Unmeasured("a communicator is new")
-        tokens = np.array([after.tokens - before.tokens for before, after in pairs]) / steps
-        shares = np.array(waits) / seconds[layout.rank_of]
-        return cls(layout, float(steps.min()), float(seconds.sum() / steps.sum()), shares, tokens)
+        self.layout, self.steps, self.step_seconds = layout, float(steps.min()), float(seconds.sum() / steps.sum())
+        self.waits, self.tokens = waits / seconds[layout.rank_of], tokens / steps
+        self.seconds, self.squares = seconds / steps, squares / steps  # ranks may report different steps
 
     @cached_property
     def waiting(self) -> Array:
@@ -263,7 +196,7 @@ class Interval:
     @cached_property
     def receives(self) -> Array:
         """Return how much longer a place of a pipeline waits to receive than those of its stage in other replicas."""
-        found = np.zeros(self.layout.size)
+        found = np.zeros(len(self.waits))
         for numbers in self.layout.ends:
             found[numbers] = self.waits[numbers] - median_low(self.waits[numbers])
         return found

@@ -222,23 +222,11 @@ def _masked_answer(answer: Any, name: str, masker: Masker) -> Any:
     }
 
 
-def driver_version(recorded: Mapping[str, Any]) -> str:
-    """Return the recorded version of the driver, or an empty text."""
-    answers = recorded.get(SYSTEM, {}).get("calls", {}).get("nvmlSystemGetDriverVersion()", [""])
-    return answers[-1] if isinstance(answers[-1], str) else ""
-
-
 def gpu_addresses(recorded: Recorded) -> list[str]:
     """Return the PCI addresses of the recorded GPUs as sysfs writes them, for example 0000:53:00.0."""
-    answers = (
-        answer
-        for sections in recorded.values()
-        for question, answers in sections.get("calls", {}).items()
-        if question.startswith("nvmlDeviceGetPciInfo")
-        for answer in answers
-    )
-    found = {answer["busId"].lower()[-12:] for answer in answers if isinstance(answer, dict) and "busId" in answer}
-    return sorted(found)
+    calls = [call for sections in recorded.values() for call in sections.get("calls", {}).items()]
+    answers = [answer for call, some in calls if call.startswith("nvmlDeviceGetPciInfo") for answer in some]
+    return sorted({one["busId"].lower()[-12:] for one in answers if isinstance(one, dict) and "busId" in one})
 
 
 def capture(
@@ -286,7 +274,9 @@ def capture(
     if not recorded and not tree.files and not log:
         raise SettingsError("nothing to capture here: " + "; ".join(result.missing))
     date = datetime.fromtimestamp(now(), timezone.utc).strftime("%Y-%m-%d")
-    about = {"flopwatch": flopwatch.__version__, "driver": driver_version(recorded), "date": date}
+    versions = recorded.get(SYSTEM, {}).get("calls", {}).get("nvmlSystemGetDriverVersion()", [""])
+    driver = versions[-1] if isinstance(versions[-1], str) else ""  # not an error
+    about = {"flopwatch": flopwatch.__version__, "driver": driver, "date": date}
     if recorded:
         nvml = {"about": about, "reads": answers.times, "nvml": masked_nvml(recorded, masker)}
         result.files["nvml.json"] = dumps(nvml) + "\n"
@@ -316,8 +306,7 @@ def _readme(about: Mapping[str, str], result: Capture) -> str:
         f"flopwatch {about['flopwatch']}, driver {about['driver'] or 'none'}, {about['date']}. Serial numbers, UUIDs, "
         f"GUIDs, MAC and IP addresses, processes, users and host names are masked, the same original always by the "
         f"same mask; look through the files before you publish them.\n\n"
-        f"Not captured:\n\n{missing}\n"
-        f"As a test case: put this folder into `tests/captures/nodes/`, run "
+        f"Not captured:\n\n{missing}\nAs a test case: put this folder into `tests/captures/nodes/`, run "
         f"`FLOPWATCH_UPDATE_GOLDEN=1 pytest tests/unit/node/collectors/test_goldens.py` "
         "and review `tests/golden/` like code.\n"
     )

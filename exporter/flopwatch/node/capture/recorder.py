@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from flopwatch.node.collectors.nvml.fields import VALUE_MEMBERS
+from flopwatch.node.collectors.nvml.fields import VALUE_MEMBERS, identity
 
 PURE = {"nvmlStructToFriendlyObject", "nvmlFriendlyObjectToStruct", "nvmlExceptionClass"}  # call no driver
 
@@ -35,16 +35,16 @@ class Handles:
 
     def name(self, handle: Any) -> str:
         """Return the name of a handle, for example `handle7` if it was not named before."""
-        return self._names.setdefault(_identity(handle), f"handle{len(self._names)}")
+        return self._names.setdefault(identity(handle), f"handle{len(self._names)}")
 
     def give(self, handle: Any, name: str) -> None:
         """Set the name of a handle."""
-        self._names[_identity(handle)] = name
+        self._names[identity(handle)] = name
 
     def learn(self, function: str, arguments: tuple[Any, ...], result: Any) -> None:
         """Name the handle that a call returned, or record which subject a GPM sample was read from."""
         if function in ("nvmlGpmSampleGet", "nvmlGpmMigSampleGet"):
-            self._sampled[_identity(arguments[-1])], _ = self.question(function, arguments)
+            self._sampled[identity(arguments[-1])], _ = self.question(function, arguments)
         elif not is_handle(result):
             return
         elif function.startswith("nvmlDeviceGetHandleByIndex"):
@@ -57,7 +57,7 @@ class Handles:
         given = list(arguments)
         if function == "nvmlGpmMetricsGet":
             # The second sample has the subject. The metrics are recorded one by one.
-            return self._sampled.get(_identity(given[0].sample2), SYSTEM), f"{function}()"
+            return self._sampled.get(identity(given[0].sample2), SYSTEM), f"{function}()"
         subject = SYSTEM
         if given and is_handle(given[0]) and not _is_sample(given[0]):
             subject = self.name(given.pop(0))
@@ -87,10 +87,6 @@ def is_handle(value: Any) -> bool:
 
 def _is_sample(value: Any) -> bool:
     return type(value).__name__ == "LP_struct_c_nvmlGpmSample_t"
-
-
-def _identity(handle: Any) -> Any:
-    return ctypes.cast(handle, ctypes.c_void_p).value if isinstance(handle, ctypes._Pointer) else handle
 
 
 def structure(value: Any) -> Any:

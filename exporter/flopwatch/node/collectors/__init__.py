@@ -8,6 +8,7 @@ import logging
 import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from copy import copy
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,6 +16,7 @@ from flopwatch.catalogue import Metric, Sample
 
 log = logging.getLogger(__name__)
 MAX_DEPTH = 64  # levels of a state file, far more than any has, and few enough to write it again
+_parsed: dict[Path, tuple[tuple[int, ...] | None, dict[str, dict[str, Any]]]] = {}  # version and content by file
 
 
 class Unsupported(Exception):
@@ -106,6 +108,24 @@ class StateFile:
         return True
 
 
+def signature(path: str | Path) -> tuple[int, ...] | None:
+    """Return inode, modification time and size of a file or folder, or None if absent. A change alters them."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns, status.st_size
+
+
+def load_objects(path: Path) -> dict[str, dict[str, Any]]:
+    """Return the objects in a state file by key. The result is cached until the file changes, so do not modify it."""
+    version, (last, parts) = signature(path), _parsed.get(path, (None, {}))
+    if version != last or not parts:
+        parts = {key: part for key, part in StateFile(path).load().items() if isinstance(part, dict)}
+        _parsed[path] = version, parts
+    return parts
+
+
 def _deeper(value: object, depth: int) -> bool:
     """Return whether a decoded JSON value has more than `depth` levels of objects and lists."""
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
@@ -132,9 +152,20 @@ class Inventory:
 
 def read_inventory(path: Path, info: Metric) -> dict[str, dict[str, str]]:
     """Return info labels by GPU or port from an inventory file. Skips invalid entries. Absent labels become empty."""
-    parts = {key: part for key, part in StateFile(path).load().items() if isinstance(part, dict)}
     return {
         key: {label: part.get(label, "") for label in info.labels}
-        for key, part in parts.items()
+        for key, part in load_objects(path).items()
         if {*info.labels[:2]} <= part.keys() and all(isinstance(value, str) for value in part.values())
+    }
+
+
+def read_runtime(path: Path) -> dict[str, dict[str, list[Any]]]:
+    """Return MIG instances, pids and links by GPU uuid from the file `runtime` of the NVML collector."""
+    kinds, parts = {"mig": dict, "pids": int, "links": int}, load_objects(path)
+    lists = {
+        uuid: {name: value for name, value in part.items() if isinstance(value, list)} for uuid, part in parts.items()
+    }
+    return {
+        uuid: {name: [copy(one) for one in part.get(name, ()) if isinstance(one, kind)] for name, kind in kinds.items()}
+        for uuid, part in lists.items()
     }

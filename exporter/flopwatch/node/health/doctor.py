@@ -5,7 +5,6 @@ costs only its own lines. NVML's answers (`nvml_answers.py`) explain a missing G
 """
 
 import errno
-import json
 import os
 import re
 import socket
@@ -16,7 +15,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from flopwatch import catalogue as m
 from flopwatch.catalogue import GPU, PORT, Metric, Sample
 from flopwatch.node.collectors import StateFile, read_inventory
 from flopwatch.node.driver_release import Release
-from flopwatch.node.health import driver_lines
+from flopwatch.node.health import driver_lines, wait_sources
 from flopwatch.node.health.nvml_answers import asked
 from flopwatch.node.health.state_copy import copied
 from flopwatch.node.scrape.reader import (
@@ -38,6 +37,7 @@ from flopwatch.node.scrape.reader import (
     hardware,
     host_sources,
 )
+from flopwatch.node.telemetry.ras import RAS_STATE
 from flopwatch.settings import Address, ExporterSettings
 
 DRIVER_DEADLINE, DEADLINE = 15.0, 5.0  # seconds; without persistence mode the first call wakes every GPU
@@ -180,7 +180,22 @@ def _readings(settings: ExporterSettings, sources: HostSources, notes: Path, rep
         report.sources.append(SourceReport(name, state, reason, reading.duration, len(reading.samples), lines))
     if "dcgm" not in readers:
         report.sources.append(SourceReport("dcgm", "off", "--dcgm reads a DCGM host engine"))
+    report.sources += [SourceReport(*line) for line in wait_sources.lines(settings, sources.proc)]
+    report.sources.append(_ras(settings))
     return readings
+
+
+def _ras(settings: ExporterSettings) -> SourceReport:
+    """Return what the exporter last got from NCCL's RAS, which the doctor does not ask."""
+    if settings.ras == "off" or settings.ledger == "off":
+        flag = "--ras" if settings.ras == "off" else "--ledger"
+        return SourceReport("ras", "off", f"{flag} is off")
+    last = StateFile(settings.state / RAS_STATE).load()
+    asked = f"{settings.ras} is asked only about an overdue step"
+    outcome, detail = (str(last.get(name, "")) for name in ("outcome", "detail"))
+    if outcome not in ("", "answered"):
+        return SourceReport("ras", "absent", f"{asked}, last without a usable answer: {outcome} ({detail})")
+    return SourceReport("ras", "ok", asked)
 
 
 @contextmanager
@@ -437,9 +452,7 @@ def _listener(address: Address) -> str:
             probe.bind((host, address.port))
         return f"{address} is free"
     except OSError as error:
-        if not _answers(address):
-            return f"{address}: {error.strerror}"
-        return f"{address}: an exporter answers"
+        return f"{address}: {'an exporter answers' if _answers(address) else error.strerror}"
 
 
 def _answers(address: Address) -> bool:
@@ -454,8 +467,3 @@ def _answers(address: Address) -> bool:
             return http.get(url).status_code == 200
     except (OSError, httpx.HTTPError, httpx.InvalidURL):
         return False
-
-
-def to_json(report: Report) -> str:
-    """Return the report as JSON."""
-    return json.dumps(asdict(report), indent=1)

@@ -44,7 +44,7 @@ def _lines(report: Report, width: int) -> Iterator[str]:
     yield ""
     yield "Sources"
     for source in report.sources:
-        text = f"{source.series} series in {1000 * source.seconds:.0f} ms" if source.state == "ok" else source.reason
+        text = source.reason or f"{source.series} series in {1000 * source.seconds:.0f} ms"
         state = {"ok": "ok, ", "failed": "FAILED: ", "absent": "not here: ", "off": "off: "}[source.state]
         yield from entry(source.name, state + text, *source.messages)
     yield from entry("driver", *report.driver) if report.driver else ()

@@ -63,8 +63,7 @@ def losses(samples: Sequence[Sample], notes: Mapping[str, Any], proc: Path) -> I
         restricted = " The driver restricts it to administrators (RmProfilingAdminOnly)." if _restricted(proc) else ""
         yield (
             f"{gpus}: the driver refuses activity (GPM) to this process, so {ACTIVITY_ROWS} do not rise or are absent."
-            f"{restricted} Give it CAP_SYS_ADMIN, or load the module nvidia with "
-            "NVreg_RestrictProfilingToAdminUsers=0."
+            f"{restricted} Give it CAP_SYS_ADMIN, or load the module nvidia with NVreg_RestrictProfilingToAdminUsers=0."
         )
     if gpus := refused("nvmlDeviceGetMigDeviceHandleByIndex"):
         yield (

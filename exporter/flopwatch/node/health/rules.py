@@ -8,6 +8,7 @@ guidelines (https://docs.nvidia.com/deploy/gpu-debug-guidelines/) and Xid catalo
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from flopwatch import catalogue as m
 from flopwatch.catalogue import Metric
@@ -77,6 +78,15 @@ def _is(
 _XIDS = (m.GPU_XID_LAST_TIMESTAMP_SECONDS, m.GPU_RECOVERY_ACTION_ID)
 _PORT_STATES = (m.INFINIBAND_PORT_PRESENT, m.INFINIBAND_PORT_STATE_ID, m.INFINIBAND_PORT_EXPECTED_RATE_BYTES_PER_SECOND)
 _RATES = (m.INFINIBAND_PORT_RATE_BYTES_PER_SECOND, *reversed(_PORT_STATES[1:]))
+_FABRIC_FAULTS = (
+    ("degraded_bandwidth", DEGRADED, "check_nvlink", "has less NVLink bandwidth than it should"),
+    ("route_recovery", DEGRADED, "check_nvlink", "waits for its NVLink routes to recover"),
+    ("route_unhealthy", BAD, "check_nvlink", "has an unhealthy NVLink route"),
+    ("access_timeout", BAD, "check_nvlink", "had a timeout across its NVLink fabric"),
+    ("incorrect_configuration", BAD, "restart_fabric_manager", "has a wrong NVLink fabric configuration"),
+    ("no_partition", DEGRADED, "restart_fabric_manager", "is in no partition of its NVLink fabric"),
+    ("manager_disconnected", DEGRADED, "restart_fabric_manager", "has lost its fabric manager"),
+)
 EFFECTIVE_BER = 1e-12  # DCGM's limit of the NVLink bit error ratio after correction
 
 # fmt: off
@@ -94,18 +104,18 @@ RULES: tuple[Rule, ...] = (
     *(_is("recovery_action", BAD, action, "needs recovery according to the driver", m.GPU_RECOVERY_ACTION_ID, number)
       for number, action in RECOVERY_ACTIONS.items()),
     Rule("xid", BAD, "reset_gpu", "had a critical Xid within the last hour",
-         _XIDS, search.gpus_with_xids(False, "RESET_GPU")),
+         _XIDS, partial(search.gpus_with_xids, nvidia={"RESET_GPU"})),
     Rule("xid", BAD, "reboot_node", "the same, where NVIDIA's action is a restart",
-         _XIDS, search.gpus_with_xids(False, "RESTART_BM", "RESTART_VM")),
+         _XIDS, partial(search.gpus_with_xids, nvidia={"RESTART_BM", "RESTART_VM"})),
     Rule("xid", BAD, "check_nvlink", "the same, where it is an NVLink",
-         _XIDS, search.gpus_with_xids(False, "WORKFLOW_NVLINK_ERR", "WORKFLOW_NVLINK5_ERR")),
+         _XIDS, partial(search.gpus_with_xids, nvidia={"WORKFLOW_NVLINK_ERR", "WORKFLOW_NVLINK5_ERR"})),
     Rule("xid", BAD, "reseat_gpu", "the same, where it is the board's power or seat",
-         _XIDS, search.gpus_with_xids(False, "CHECK_MECHANICALS")),
+         _XIDS, partial(search.gpus_with_xids, nvidia={"CHECK_MECHANICALS"})),
     Rule("xid", BAD, "replace_gpu", "the same, where NVIDIA's action is to contact its support",
-         _XIDS, search.gpus_with_xids(False, "CONTACT_SUPPORT")),
+         _XIDS, partial(search.gpus_with_xids, nvidia={"CONTACT_SUPPORT"})),
     Rule("xid_recovered", DEGRADED, "reset_gpu",
          "had a critical Xid within the last hour, and the driver requests no recovery",
-         _XIDS, search.gpus_with_xids(True)),
+         _XIDS, partial(search.gpus_with_xids, driver_content=True)),
     Rule("gpu_initialization_failed", BAD, "reboot_then_reseat",
          "could not be initialized by the driver within the last hour, and does not answer",
          (m.GPU_INITIALIZATION_FAILED_TIMESTAMP_SECONDS, m.GPU_PRESENT), search.uninitialized_gpus),
@@ -141,38 +151,26 @@ RULES: tuple[Rule, ...] = (
     _is("fabric_unhealthy", BAD, "check_nvlink", "finds its NVLink fabric unhealthy", m.GPU_FABRIC_HEALTH_ID, 2),
     _is("fabric_limited", DEGRADED, "check_nvlink", "finds its NVLink fabric of limited capacity",
         m.GPU_FABRIC_HEALTH_ID, 3),
-    _is("fabric_degraded_bandwidth", DEGRADED, "check_nvlink", "has less NVLink bandwidth than it should",
-        m.GPU_FABRIC_FAULT, 1, last="degraded_bandwidth"),
-    _is("fabric_route_recovery", DEGRADED, "check_nvlink", "waits for its NVLink routes to recover",
-        m.GPU_FABRIC_FAULT, 1, last="route_recovery"),
-    _is("fabric_route_unhealthy", BAD, "check_nvlink", "has an unhealthy NVLink route",
-        m.GPU_FABRIC_FAULT, 1, last="route_unhealthy"),
-    _is("fabric_access_timeout", BAD, "check_nvlink", "had a timeout across its NVLink fabric",
-        m.GPU_FABRIC_FAULT, 1, last="access_timeout"),
-    _is("fabric_configuration", BAD, "restart_fabric_manager", "has a wrong NVLink fabric configuration",
-        m.GPU_FABRIC_FAULT, 1, last="incorrect_configuration"),
-    _is("fabric_no_partition", DEGRADED, "restart_fabric_manager", "is in no partition of its NVLink fabric",
-        m.GPU_FABRIC_FAULT, 1, last="no_partition"),
-    _is("fabric_manager_disconnected", DEGRADED, "restart_fabric_manager", "has lost its fabric manager",
-        m.GPU_FABRIC_FAULT, 1, last="manager_disconnected"),
+    *(_is(f"fabric_{fault.removeprefix('incorrect_')}", verdict, action, text, m.GPU_FABRIC_FAULT, 1, last=fault)
+      for fault, verdict, action, text in _FABRIC_FAULTS),
     Rule("sxid", BAD, "check_nvlink", "an NVSwitch had a fatal SXid within the last hour",
          (m.NVLINK_SWITCH_SXID_LAST_TIMESTAMP_SECONDS, m.NVLINK_SWITCH_SXID_INFO), search.fatal_sxids),
     # Ports. A port without a known role counts as compute.
     Rule("port_missing", BAD, "reboot_then_reseat", "a compute port of the inventory is missing in /sys",
-         _PORT_STATES, search.lost_ports("gone", spare=False)),
+         _PORT_STATES, partial(search.lost_ports, how="gone", spare=False)),
     Rule("port_missing", DEGRADED, "reboot_then_reseat", "the same of a storage or management port",
-         _PORT_STATES, search.lost_ports("gone", spare=True)),
+         _PORT_STATES, partial(search.lost_ports, how="gone", spare=True)),
     Rule("port_down", BAD, "check_cable", "a compute port that was active once is not",
-         _PORT_STATES, search.lost_ports("down", spare=False)),
+         _PORT_STATES, partial(search.lost_ports, how="down", spare=False)),
     Rule("port_down", DEGRADED, "check_cable", "the same of a storage or management port",
-         _PORT_STATES, search.lost_ports("down", spare=True)),
+         _PORT_STATES, partial(search.lost_ports, how="down", spare=True)),
     Rule("ports_too_few", BAD, "check_cable", "fewer active ports than expected", _PORT_STATES, search.too_few_ports),
     Rule("ports_unseen", UNKNOWN, "check_exporter", "no port can be read where some are expected",
          (m.INFINIBAND_PORT_PRESENT,), search.unseen_ports),
     Rule("port_slow", BAD, "check_cable", "a compute port runs below the rate it had, or that is expected",
-         _RATES, search.slow_ports(spare=False)),
+         _RATES, partial(search.slow_ports, spare=False)),
     Rule("port_slow", DEGRADED, "check_cable", "the same of a storage or management port",
-         _RATES, search.slow_ports(spare=True)),
+         _RATES, partial(search.slow_ports, spare=True)),
     _is("port_flapping", BAD, "check_cable", "went down and came back three times within 12 hours",
         m.INFINIBAND_LINK_FLAPPING, 1),
     Rule("transceiver_hot", DEGRADED, "check_cooling",

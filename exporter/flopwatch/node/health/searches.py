@@ -1,7 +1,7 @@
 """Searches of the health rules that compare several series or expectations. Each yields affected parts of the host."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 
 from flopwatch import catalogue as m
@@ -98,26 +98,22 @@ def critical_xids() -> Mapping[str, str]:
     }
 
 
-def gpus_with_xids(driver_content: bool, *nvidia: str) -> Callable[[Facts], Iterator[Found]]:
-    """Return a search for GPUs with critical Xids in the last hour whose gravest NVIDIA action is in `nvidia`.
+def gpus_with_xids(facts: Facts, driver_content: bool = False, nvidia: Collection[str] = ()) -> Iterator[Found]:
+    """Find GPUs with critical Xids in the last hour whose gravest NVIDIA action is in `nvidia`.
 
-    Without `nvidia`, any action matches. With `driver_content`, the search finds only GPUs for which the driver
-    requests no recovery. Otherwise it finds only the others.
+    Without `nvidia`, any action matches. With `driver_content`, only GPUs for which the driver requests no
+    recovery are found. Otherwise only the others are.
     """
-
-    def find(facts: Facts) -> Iterator[Found]:
-        codes: dict[Labels, list[str]] = {}
-        for (*gpu, code), last in facts.of(m.GPU_XID_LAST_TIMESTAMP_SECONDS).items():
-            if last > facts.lately and code in critical_xids():
-                codes.setdefault(tuple(gpu), []).append(code)
-        for owner, seen in codes.items():
-            content = facts.of(m.GPU_RECOVERY_ACTION_ID).get(owner) == 0
-            actions = {critical_xids()[code] for code in seen}
-            if content == driver_content and (not nvidia or gravest(actions) in nvidia):
-                text = f"had Xid {', '.join(sorted(seen, key=int))} within the last hour"
-                yield facts.found(m.GPU_XID_LAST_TIMESTAMP_SECONDS, owner, text)
-
-    return find
+    codes: dict[Labels, list[str]] = {}
+    for (*gpu, code), last in facts.of(m.GPU_XID_LAST_TIMESTAMP_SECONDS).items():
+        if last > facts.lately and code in critical_xids():
+            codes.setdefault(tuple(gpu), []).append(code)
+    for owner, seen in codes.items():
+        content = facts.of(m.GPU_RECOVERY_ACTION_ID).get(owner) == 0
+        actions = {critical_xids()[code] for code in seen}
+        if content == driver_content and (not nvidia or gravest(actions) in nvidia):
+            text = f"had Xid {', '.join(sorted(seen, key=int))} within the last hour"
+            yield facts.found(m.GPU_XID_LAST_TIMESTAMP_SECONDS, owner, text)
 
 
 def uninitialized_gpus(facts: Facts) -> Iterator[Found]:
@@ -137,17 +133,13 @@ def gravest(actions: set[str]) -> str:
     return next((action for action in _NVIDIA_GRAVEST.split() if action in actions), "RESET_GPU")
 
 
-def lost_ports(how: str, spare: bool) -> Callable[[Facts], Iterator[Found]]:
-    """Return a search for lost ports (`how`: gone or down), only with or only without a role in SPARE_ROLES."""
+def lost_ports(facts: Facts, how: str, spare: bool) -> Iterator[Found]:
+    """Find lost ports (`how`: gone or down), only with or only without a role in SPARE_ROLES."""
     words = {"gone": "is missing in /sys", "down": "is down"}
-
-    def find(facts: Facts) -> Iterator[Found]:
-        for port, what in facts.lost_ports():
-            if what == how and (facts.roles.get(port) in SPARE_ROLES) == spare:
-                part = facts.part(m.INFINIBAND_PORT_STATE_ID, port)
-                yield part, f"{part} {words[how]}"
-
-    return find
+    for port, what in facts.lost_ports():
+        if what == how and (facts.roles.get(port) in SPARE_ROLES) == spare:
+            part = facts.part(m.INFINIBAND_PORT_STATE_ID, port)
+            yield part, f"{part} {words[how]}"
 
 
 def too_few_ports(facts: Facts) -> Iterator[Found]:
@@ -171,18 +163,14 @@ def unseen_ports(facts: Facts) -> Iterator[Found]:
         yield "ports", f"nothing is read from /sys/class/infiniband where {count} ports are expected"
 
 
-def slow_ports(spare: bool) -> Callable[[Facts], Iterator[Found]]:
-    """Return a search for active ports below their expected rate, only with or only without a role in SPARE_ROLES."""
-
-    def find(facts: Facts) -> Iterator[Found]:
-        for port, rate in facts.of(m.INFINIBAND_PORT_RATE_BYTES_PER_SECOND).items():
-            wanted = facts.rate_of(port)
-            fits = (facts.roles.get(port) in SPARE_ROLES) == spare
-            if fits and port in facts.active and rate < wanted * RATE_TOLERANCE:
-                part = facts.part(m.INFINIBAND_PORT_RATE_BYTES_PER_SECOND, port)
-                yield part, f"{part} runs at {rate * 8e-9:g} of {wanted * 8e-9:g} Gb/s"
-
-    return find
+def slow_ports(facts: Facts, spare: bool) -> Iterator[Found]:
+    """Find active ports below their expected rate, only with or only without a role in SPARE_ROLES."""
+    for port, rate in facts.of(m.INFINIBAND_PORT_RATE_BYTES_PER_SECOND).items():
+        wanted = facts.rate_of(port)
+        fits = (facts.roles.get(port) in SPARE_ROLES) == spare
+        if fits and port in facts.active and rate < wanted * RATE_TOLERANCE:
+            part = facts.part(m.INFINIBAND_PORT_RATE_BYTES_PER_SECOND, port)
+            yield part, f"{part} runs at {rate * 8e-9:g} of {wanted * 8e-9:g} Gb/s"
 
 
 def hot_transceivers(facts: Facts) -> Iterator[Found]:

@@ -45,8 +45,8 @@ class Judgement:
         return self.reasons[0].verdict if self.reasons else OK
 
 
-_KNOWN_ROWS = {row.name for rule in RULES for row in rule.rows} | {rise.row.name for rise in RISES}
-_KNOWN_ROWS |= {m.GPU_INFO.name, m.INFINIBAND_INFO.name}
+KNOWN_ROWS = {row.name for rule in RULES for row in rule.rows} | {rise.row.name for rise in RISES}
+KNOWN_ROWS |= {m.GPU_INFO.name, m.INFINIBAND_INFO.name}
 
 
 def booted() -> float:
@@ -66,7 +66,7 @@ class Verdict:
 
     def facts(self, samples: Iterable[Sample]) -> Facts:
         """Return the samples in the form that the rules use."""
-        return Facts(samples, self._expected, self._clock(), self._booted(), _KNOWN_ROWS)
+        return Facts(samples, self._expected, self._clock(), self._booted(), KNOWN_ROWS)
 
     def judge(self, samples: Iterable[Sample]) -> Judgement:
         """Return the reasons that the rules find in the samples of one look."""
@@ -127,7 +127,7 @@ def _rises(before: Facts, after: Facts, seconds: float) -> Iterator[Reason]:
 
 def learn(samples: Iterable[Sample]) -> Expectations:
     """Return expectations from these samples: the GPUs that answer, and the links and ports that are active now."""
-    facts = Facts(samples, Expectations(), 0, 0, _KNOWN_ROWS)
+    facts = Facts(samples, Expectations(), 0, 0, KNOWN_ROWS)
     model = m.GPU_INFO.labels.index("model")
     models = {labels[model] for labels in facts.of(m.GPU_INFO) if labels[:2] in facts.answering}
     up: dict[Labels, float] = {}

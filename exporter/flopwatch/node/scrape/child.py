@@ -1,8 +1,8 @@
 """Reader process: creates one collector, and reads it on request.
 
 `python -m flopwatch.node.scrape.child FACTORY ARGUMENTS_AS_JSON` answers each byte on stdin with a line of JSON on
-stdout. It ends when stdin is closed, as by its parent's death, also if it is stopped then. One runs per source, so it
-imports little.
+stdout. It ends when stdin is closed, as by its parent's death, also if it is stopped then. A later one of a
+source is a new process, so this module imports little. The first one is a copy of the exporter's process.
 """
 
 import ctypes
@@ -16,14 +16,15 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from pkgutil import resolve_name
+from importlib import import_module
+from operator import attrgetter
 from typing import IO, Any
 
 from flopwatch.catalogue import Metric, Sample
 from flopwatch.node.collectors import AccessLost, Collector, RestartReader, Unsupported
 
 EXIT_GRACE = 1.0  # seconds that a read may take after stdin was closed
-_SET_PDEATHSIG = 1  # PR_SET_PDEATHSIG in linux/prctl.h
+_SET_PDEATHSIG, _SET_NAME = 1, 15  # PR_SET_PDEATHSIG and PR_SET_NAME in linux/prctl.h
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ def _end_with_stdin() -> None:
     os._exit(0)
 
 
-def _answer_requests(factory: str, arguments: Mapping[str, str], pipe: IO[bytes]) -> None:
+def _serve(factory: str, arguments: Mapping[str, str], pipe: IO[bytes]) -> None:
     threading.Thread(target=_end_with_stdin, daemon=True).start()
     statm, page = os.open("/proc/self/statm", os.O_RDONLY), os.sysconf("SC_PAGE_SIZE")
     answers = AnswerEncoder()
@@ -66,7 +67,8 @@ def _answer_requests(factory: str, arguments: Mapping[str, str], pipe: IO[bytes]
         kind, reason, line, last = "", "", "", False
         try:
             if collector is None:
-                collector = resolve_name(factory)(**arguments)
+                module, _, function = factory.partition(":")
+                collector = attrgetter(function)(import_module(module))(**arguments)
             samples = collector.read()
         except Unsupported as error:
             kind, reason = "unsupported", str(error)
@@ -100,20 +102,22 @@ def _answer_requests(factory: str, arguments: Mapping[str, str], pipe: IO[bytes]
         close()
 
 
-def main() -> None:
+def answer_requests(factory: str, arguments: Mapping[str, str]) -> None:
     """Answer requests on stdin until it is closed."""
     for number in (signal.SIGINT, signal.SIGUSR1):  # Ctrl-C and --release are the parent's to handle
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     # A stopped process cannot see that stdin was closed. Its parent's death continues it.
     with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_SET_PDEATHSIG, signal.SIGCONT)
+        prctl = ctypes.CDLL(None).prctl
+        prctl(_SET_PDEATHSIG, signal.SIGCONT)
+        prctl(_SET_NAME, factory.removesuffix(":build").replace(":", ".").rpartition(".")[2].encode())  # as in `ps -e`
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     # A driver library may print on stdout, which must not mix with the answers.
     pipe = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    _answer_requests(sys.argv[1], json.loads(sys.argv[2]), pipe)
+    _serve(factory, arguments, pipe)
 
 
 if __name__ == "__main__":
-    main()
+    answer_requests(sys.argv[1], json.loads(sys.argv[2]))

@@ -17,7 +17,7 @@ from pathlib import Path
 import flopwatch
 from flopwatch import catalogue as m
 from flopwatch.catalogue import Metric, Sample
-from flopwatch.node.scrape.exposition import label_pairs
+from flopwatch.http.exposition import label_pairs
 
 MIN_WINDOW, MAX_WINDOW = 10.0, 120.0  # seconds over which rates and ratios are means, the same for all scrapers
 

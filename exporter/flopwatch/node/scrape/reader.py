@@ -5,12 +5,11 @@ child process (`flopwatch.node.scrape.child`). A child is signalled late, becaus
 failing driver worse (https://github.com/NVIDIA/dcgm-exporter/issues/84).
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -18,11 +17,12 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partialmethod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from flopwatch.catalogue import BY_NAME, Metric, Sample
-from flopwatch.node.scrape.child import EXIT_GRACE
+from flopwatch.node.scrape.child import EXIT_GRACE, answer_requests
 from flopwatch.settings import ExporterSettings, dcgm_fields
 
 log = logging.getLogger(__name__)
@@ -100,6 +100,11 @@ class Reader:
         self._released = False
         self._restarts: list[str] = []
 
+    def fork(self) -> None:
+        """Start the child as a copy of this process, which must have no other thread, to share its memory."""
+        with suppress(OSError):  # else the first read starts it
+            self._child = _Child(self.spec, _Fork)
+
     def ask(self, deadline: float) -> Reading:
         """Return a reading within `deadline` seconds, whatever the child does. Thread-safe."""
         started = time.monotonic()
@@ -145,7 +150,7 @@ class Reader:
             self._recycle_at = started + RECYCLE_AFTER
         return answer.reading
 
-    def _end(self, child: _Child) -> None:
+    def _end(self, child: "_Child") -> None:
         """Send SIGTERM or SIGKILL to a child that hangs for too long, or abandon it."""
         assert child.asked_at is not None
         hanging = time.monotonic() - child.asked_at - self._kill_after
@@ -160,7 +165,7 @@ class Reader:
             self._child = None
             self._restarts.append("hung")
 
-    def _dismiss(self, child: _Child, why: str) -> None:
+    def _dismiss(self, child: "_Child", why: str) -> None:
         child.dismiss()
         self._leaving.append(child)
         self._child = None
@@ -221,19 +226,67 @@ class _Answer(NamedTuple):
     last: bool
 
 
+def _executed(spec: Spec) -> subprocess.Popen[bytes]:
+    # The child imports from where this process did, which includes the collectors of tests.
+    search = os.pathsep.join(path for path in sys.path if path)
+    return subprocess.Popen(
+        [sys.executable, "-m", "flopwatch.node.scrape.child", spec.factory, json.dumps(dict(spec.arguments))],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        bufsize=0,
+        env=dict(os.environ, PYTHONPATH=search, PYTHONSAFEPATH="1", MALLOC_ARENA_MAX="1"),  # see one_heap()
+    )
+
+
+class _Fork:
+    """Reader process that begins as a copy of this process, with the methods of a Popen that a reader uses."""
+
+    def __init__(self, spec: Spec) -> None:
+        (requests, stdin), (stdout, answers) = os.pipe(), os.pipe()
+        self._pid, self._ended = os.fork(), False
+        if self._pid == 0:
+            try:
+                os.dup2(requests, 0)
+                os.dup2(answers, 1)
+                for file in os.listdir("/proc/self/fd"):  # listeners, and the lock of the state
+                    if int(file) > 2:
+                        with suppress(OSError):
+                            os.close(int(file))
+                answer_requests(spec.factory, spec.arguments)
+            except Exception:
+                log.exception("reader failed factory=%s", spec.factory)
+            finally:
+                os._exit(0)
+        os.close(requests)
+        os.close(answers)
+        self.stdin, self.stdout = os.fdopen(stdin, "wb", 0), os.fdopen(stdout, "rb", 0)
+
+    def poll(self) -> int | None:
+        try:
+            self._ended = self._ended or os.waitpid(self._pid, os.WNOHANG)[0] != 0
+        except ChildProcessError:  # SIGCHLD is ignored, so the kernel has reaped it
+            self._ended = True
+        return 0 if self._ended else None
+
+    def wait(self, timeout: float) -> None:
+        until = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() >= until:
+                raise subprocess.TimeoutExpired("reader", timeout)
+            time.sleep(0.005)
+
+    def _send(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self._pid, number)
+
+    terminate, kill = partialmethod(_send, signal.SIGTERM), partialmethod(_send, signal.SIGKILL)
+
+
 class _Child:
     """The reader's side of one child process, with at most one unanswered request."""
 
-    def __init__(self, spec: Spec) -> None:
-        # The child imports from where this process did, which includes the collectors of tests.
-        search = os.pathsep.join(path for path in sys.path if path)
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "flopwatch.node.scrape.child", spec.factory, json.dumps(dict(spec.arguments))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,
-            env=dict(os.environ, PYTHONPATH=search, PYTHONSAFEPATH="1", MALLOC_ARENA_MAX="1"),  # see one_heap()
-        )
+    def __init__(self, spec: Spec, start: Callable[[Spec], subprocess.Popen[bytes] | _Fork] = _executed) -> None:
+        self.process = start(spec)
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self._requests, self._answers = self.process.stdin, self.process.stdout

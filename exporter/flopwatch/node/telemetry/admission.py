@@ -35,6 +35,7 @@ class Rank:
     received: float  # on the monotonic clock
     lead: float  # of the wall clock over the monotonic clock at the process's first push
     step: StepClock
+    undecoded: tuple[Callable[[], Push], float] | None = None  # a newer push of the process, and its Unix time
     end: str | None = None  # finished, gone, replaced or silent
     ended_at: float = 0.0  # Unix time
     refused: EventCount | None = None  # allocations that CUDA refused
@@ -42,6 +43,7 @@ class Rank:
     pid: int | None = None  # in the namespace of the exporter; 0 if unknown, None before the search
     watch: ProcessWatch | None = None
     exited: tuple[str, str] = ("", "")
+    groups: frozenset[tuple[str, ...]] = frozenset()  # process groups with a collective before the last step ended
 
 
 LiveRank = tuple[AttemptKey, Rank]

@@ -29,6 +29,7 @@ MAX_PLACES = 512  # kinds of events at GPUs and ports; those with the oldest las
 
 BEFORE, AFTER = 600.0, 300.0  # seconds around a failure in which the ledger looks for its cause
 MEMORY = 3600.0  # seconds for which an event is kept over a restart
+EVIDENCE_STATE = "evidence.json"  # file of the state folder
 
 THROTTLED = 0.1  # share of the time between scrapes; a clock throttled for less slows no step visibly
 CATCHING_UP = 60.0  # seconds after the first scrape in which kernel log counters may include old events
@@ -149,12 +150,10 @@ class EvidenceLog:
 
     def broken_gpus(self, since: float) -> set[str]:
         """Return the UUIDs of the GPUs with a critical or fatal Xid since then, in Unix time."""
+        grave = {str(code) for code, meaning in xids().items() if meaning.severity in ("critical", "fatal")}
         with self._lock:
-            return {
-                place.gpu
-                for place, event in self._events.items()
-                if place.kind == "xid" and event.t >= since and _severity(place.detail) in ("critical", "fatal")
-            }
+            events = self._events.items()
+            return {at.gpu for at, event in events if at.kind == "xid" and event.t >= since and at.detail in grave}
 
     @property
     def link_down(self) -> bool:
@@ -274,11 +273,6 @@ class EvidenceLog:
             del self._events[min(self._events, key=lambda one: self._events[one].t)]
 
 
-def _severity(xid: str) -> str:
-    meaning = xids().get(int(xid)) if xid.isdecimal() else None
-    return "" if meaning is None else meaning.severity
-
-
 def _owner(row: Metric, labels: tuple[str, ...]) -> tuple[str, ...]:
     """Return the labels that identify a GPU or port, without the index of a GPU, which can change."""
     return labels[1:2] if row.labels[:2] == m.GPU else labels[:2]
@@ -294,7 +288,7 @@ def _place(kind: str, row: Metric, labels: tuple[str, ...]) -> EvidencePlace:
 
 def out_of_memory(push: Push, before: EventCount | None) -> EventCount | None:
     """Return the count of refused CUDA allocations and when it last rose, if any. `before` is the previous result."""
-    count = next((value for row, _, value in push.samples if row is m.TRAINING_OUT_OF_MEMORY_TOTAL), 0.0)
+    count = next((value for _, value in push.of(m.TRAINING_OUT_OF_MEMORY_TOTAL)), 0.0)
     if count <= 0:
         return None
     return before if before is not None and before.number == count else EventCount(count, push.at)
@@ -338,7 +332,7 @@ def gpus_of(pushes: Iterable[Push]) -> frozenset[str] | None:
     uuid = m.TRAINING_RANK_INFO.labels.index("uuid")
     gpus: set[str] = set()
     for push in pushes:
-        own = {labels[uuid] for row, labels, _ in push.samples if row is m.TRAINING_RANK_INFO} - {""}
+        own = {labels[uuid] for labels, _ in push.of(m.TRAINING_RANK_INFO)} - {""}
         if not own or not all(text.startswith("GPU-") for text in own):  # the UUID of a MIG instance is not its GPU's
             return None
         gpus |= own

@@ -4,27 +4,36 @@ Records are cumulative, so only the newest of an attempt matter. Undelivered rec
 ledger they are also on disk. No error affects a push or a scrape.
 """
 
+import functools
 import hashlib
+import http.client
 import json
 import logging
+import math
 import random
+import ssl
 import threading
 import time
+from base64 import b64encode
 from collections.abc import Callable
+from contextlib import closing, suppress
 from pathlib import Path
-
-import prometheus_client as prometheus
+from typing import TYPE_CHECKING
+from urllib.parse import unquote, urlsplit
 
 from flopwatch import catalogue as m
-from flopwatch.http.client import client, read, reason, url_tls
+from flopwatch.http.client import client_tls
 from flopwatch.ledger.record import RecordError
-from flopwatch.ledger.store import Store
 from flopwatch.node.collectors import StateFile, replace_file
 from flopwatch.node.scrape.reader import Reading
-from flopwatch.node.scrape.scrape import self_counter
+from flopwatch.node.scrape.scrape import Registry
 from flopwatch.node.telemetry import evidence
-from flopwatch.node.telemetry.admission import AttemptKey
-from flopwatch.node.telemetry.ranks import Record, Telemetry
+from flopwatch.node.telemetry.admission import AttemptKey, RankKey
+from flopwatch.node.telemetry.attempts import Record
+from flopwatch.node.telemetry.ranks import Telemetry
+
+if TYPE_CHECKING:
+    from flopwatch.ledger.store import Store
 
 log = logging.getLogger(__name__)
 
@@ -35,36 +44,49 @@ URL_INTERVAL = 15.0  # the same for a remote ledger, on the mean: it serves thou
 SPREAD = (0.9, 1.1)
 URGENT = 1.0  # seconds within which a change is sent that an incident may begin with, and a tick
 URGENT_KINDS = ("xid", "sxid", "gpu_missing", "link_down", "host_oom", "exception", "signal", "exit", "oom", "pid_gone")
-AGAIN = 5.0  # seconds after which an overdue step is sent once more, to show whether its ranks call collectives
+# Seconds after which an overdue step is sent once more, to show whether its ranks call collectives. It is then sent
+# twice again, so that the ledger misses the records of a host that is gone.
+AGAIN = 5.0
+# If steps take LONGER times the mean of the last SAMPLES, a record is sent early, so that a rank is named sooner. Steps
+# of over LONG seconds are too few for that. At most MAX_EARLY are sent in a row, then one in EARLY_EVERY seconds. None
+# is sent to a ledger whose last answer took BUSY seconds.
+SAMPLE, SAMPLES = 4.5, 36  # seconds between two, a little less than between two pushes of a hook, and their number
+LONGER, LONG, MAX_EARLY, EARLY_EVERY, BUSY = 1.08, 4.0, 8, 60.0, 0.5
+READ_EVERY = 2.0  # seconds between two readings of the GPUs for a late step
 URL_BACKOFF_MAX = 60.0
 URL_TIMEOUT = 5.0
 STOP_TIMEOUT = 0.5
 SAVE_INTERVAL = 15.0  # seconds between two writes of the state from which evidence continues after a restart
 MAX_PENDING = 1000
 
-OUTCOMES = ("sent", "failed", "refused")
+_tls = functools.lru_cache(1)(lambda ca_file, modified: client_tls(ca_file))  # loading the system's CAs takes 28 ms
 
 
-def _accepted(body: str) -> bool:
-    """Return whether a response with status 200 is a ledger's. A captive portal or another server may send 200 too."""
+def _wanted(body: str) -> list[RankKey] | None:
+    """Return the ranks whose stacks a response with status 200 requests, None if it is not a ledger's.
+
+    A captive portal or another server may send 200 too.
+    """
     try:
-        return isinstance(json.loads(body)["accepted"], int)
-    except (ValueError, LookupError, TypeError, RecursionError):
-        return False
+        answer = json.loads(body)
+        wanted = [(str(tenant), str(run), int(rank)) for tenant, run, rank in answer.get("stacks", ())]
+        return wanted if isinstance(answer["accepted"], int) else None
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return None
 
 
 class Outcomes:
     """Counter of records by outcome (sent, failed, refused), which logs each change of the outcome."""
 
-    def __init__(self, registry: prometheus.CollectorRegistry) -> None:
-        self._counter = self_counter(m.FLOPWATCH_LEDGER_RECORDS_SENT_TOTAL, registry)
-        for outcome in OUTCOMES:
-            self._counter.labels(outcome)
+    def __init__(self, registry: Registry) -> None:
+        self._counter = registry.metric(m.FLOPWATCH_LEDGER_RECORDS_SENT_TOTAL)
+        for outcome in ("sent", "failed", "refused"):
+            self._counter.add(outcome, by=0)
         self.state = "nothing sent yet"
 
     def add(self, outcome: str, count: int, detail: str = "") -> None:
         """Add `count` records to the counter of an outcome. `detail` is for the log."""
-        self._counter.labels(outcome).inc(count)
+        self._counter.add(outcome, by=count)
         if outcome != self.state:
             level = logging.INFO if outcome == "sent" else logging.ERROR
             log.log(level, "ledger records %s%s", outcome, detail and f": {detail}")
@@ -77,13 +99,14 @@ class Embedded:
     name = "ledger"
     pending = False  # records to send again
 
-    def __init__(self, store: Store, outcomes: Outcomes, now: Callable[[], float] = time.time) -> None:
+    def __init__(self, store: "Store", outcomes: Outcomes, now: Callable[[], float] = time.time) -> None:
         self.store, self._outcomes, self._now = store, outcomes, now
+        self.wanted: list[RankKey] = []  # ranks whose stacks it requests
 
     def take(self, key: AttemptKey, records: list[Record], *, again: bool = False) -> bool:
         """Apply records. Return True if they were accepted or refused for good, False if they must be sent again."""
         try:
-            self.store.apply(records)
+            self.wanted += self.store.apply(records)
         except RecordError as error:
             self._outcomes.add("refused", len(records), str(error))
             return True
@@ -126,13 +149,12 @@ class Remote:
     ) -> None:
         self._url = url.rstrip("/") + "/v1/snapshots"
         self._token_file, self._ca_file = token_file, ca_file
-        self._spool, self._outcomes = spool, outcomes
-        self._interval, self._clock = interval, clock
+        self._spool, self._outcomes, self._interval, self._clock = spool, outcomes, interval, clock
         self._next: dict[tuple[str, str], float] = {}
-        self._states: dict[AttemptKey, object] = {}  # last ones of attempts
-        self._backoff = 0.0
-        self._retry_at = 0.0
+        self._states: dict[AttemptKey, tuple[object, StepTrend]] = {}  # last ones of attempts
+        self._backoff = self._retry_at = self._took = 0.0  # _took: seconds that the last answer took
         self.pending = self._spooled()
+        self.wanted: list[RankKey] = []  # ranks whose stacks it requests
 
     def take(self, key: AttemptKey, records: list[Record], *, again: bool = False) -> bool:
         """Keep the newest records of an attempt until `flush` sends them, and return True.
@@ -146,11 +168,16 @@ class Remote:
         self.pending[key] = records
         self._next.setdefault(key[:2], self._clock() + random.uniform(0, self._interval))
         state = urgent_state(records[-1])
-        last_state, self._states[key] = self._states.pop(key, state), state
+        last_state, trend = self._states.pop(key, (state, StepTrend()))
+        self._states[key] = state, trend
         while len(self._states) > MAX_PENDING:
             del self._states[next(iter(self._states))]
         if last_state != state:
             self._next[key[:2]] = min(self._next[key[:2]], self._clock() + random.uniform(0, URGENT))
+            # Else a ledger that was away for a moment would take this host for gone.
+            self._retry_at = min(self._retry_at, self._clock() + random.uniform(0, AGAIN))
+        if self._took < BUSY and trend.is_early(records[-1], self._clock()):
+            records[-1]["early"], self._next[key[:2]] = True, self._clock()
         if self._backoff > 0 or "status" in records[-1] or "gone" in records[-1]:
             self._write(key)
         while len(self.pending) > MAX_PENDING:
@@ -183,18 +210,21 @@ class Remote:
 
     def _send(self, keys: list[AttemptKey], timeout: float) -> bool:
         """Send records. Return True if they were accepted or refused for good, False if they must be sent again."""
+        began = self._clock()
         records = sorted((record for key in keys for record in self.pending[key]), key=lambda record: record["t"])
         try:
             status, body = self._post(json.dumps(records).encode(), timeout)
         except (OSError, ValueError) as error:
             self._outcomes.add("failed", len(records), f"{self._url}: {error}")
             return False
+        self._took = self._clock() - began
         detail = f"{self._url} answers {status}: {body}"
-        applied = 200 <= status < 300 and _accepted(body)
+        wanted = _wanted(body) if 200 <= status < 300 else None
         if status == 413 and len(keys) > 1:
             half = len(keys) // 2
             return self._send(keys[:half], timeout) and self._send(keys[half:], timeout)
-        if applied:
+        if wanted is not None:
+            self.wanted += wanted
             self._outcomes.add("sent", len(records))
         elif status in (400, 413, 422):
             self._outcomes.add("refused", len(records), detail)
@@ -209,23 +239,26 @@ class Remote:
 
     def _post(self, body: bytes, timeout: float) -> tuple[int, str]:
         """Return the status and the first bytes of the response. Raises OSError or ValueError without a response."""
-        import httpx
-
-        headers = {"Content-Type": "application/json"}
+        place, headers = urlsplit(self._url), {"Content-Type": "application/json", "Connection": "close"}
         if self._token_file is not None:
             headers["Authorization"] = f"Bearer {self._token_file.read_text().strip()}"
+        user, _, host = place.netloc.rpartition("@")
+        if user:
+            headers["Authorization"] = f"Basic {b64encode(unquote(user).encode()).decode()}"
         try:
-            # With the CA file as it is now, so that it can be replaced.
-            with (
-                client(url_tls(self._url, self._ca_file), timeout=timeout, headers=headers) as http,
-                http.stream("POST", self._url, content=body) as response,
-            ):
-                return response.status_code, read(response, 500).decode(errors="replace")
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise OSError(str(reason(error))) from error
-
-    def close(self) -> None:
-        """Do nothing, because each request has its own connection."""
+            connection = http.client.HTTPConnection(host, timeout=timeout)
+            if place.scheme == "https":  # with the CA file as it is now, so that it can be replaced
+                tls = _tls(self._ca_file, self._ca_file and self._ca_file.stat().st_mtime_ns)
+                connection = http.client.HTTPSConnection(host, timeout=timeout, context=tls)
+            with closing(connection):
+                connection.connect()
+                with suppress(ConnectionError):  # a ledger that refuses a long body need not read it
+                    connection.request("POST", place.path, body, headers)
+                response = connection.getresponse()
+                return response.status, response.read(500).decode(errors="replace")
+        except (http.client.HTTPException, ssl.SSLError) as error:
+            _tls.cache_clear()  # the system's CAs may be new
+            raise OSError(str(error)) from error
 
     def _spooled(self) -> dict[AttemptKey, list[Record]]:
         pending: dict[AttemptKey, list[Record]] = {}
@@ -255,36 +288,65 @@ class Remote:
             log.error("spool file not deleted error=%r", str(error))
 
 
+class StepTrend:
+    """Measured steps of a host's ranks in the last three minutes, which decide whether a record is sent early."""
+
+    def __init__(self) -> None:
+        self._samples, self._sampled, self._paid = [(0.0, 0.0)], -math.inf, -math.inf  # steps, and their seconds
+
+    def is_early(self, record: Record, clock: float) -> bool:
+        """Add a record at `clock`. Return whether to send it early, because the last steps took longer than before."""
+        rows = record.get("waits", ())
+        if not rows or clock < self._sampled + SAMPLE:
+            return False
+        self._sampled, steps, seconds = clock, *(math.fsum(row[at] for row in rows) for at in (3, 4))
+        (first, first_seconds), (last, last_seconds) = self._samples[0], self._samples[-1]
+        if steps < last:  # after a restart of ranks
+            self._samples = [(steps, seconds)]
+        if steps - last < 2 * len(rows):  # a single step varies too much
+            return False
+        self._samples = [*self._samples[-SAMPLES:], (steps, seconds)]
+        usual, now = (last_seconds - first_seconds) * (steps - last), (seconds - last_seconds) * (last - first)
+        paid = max(self._paid, clock - MAX_EARLY * EARLY_EVERY) + EARLY_EVERY
+        early = paid <= clock and now > LONGER * usual and seconds - last_seconds < LONG * (steps - last)
+        self._paid = paid if early else self._paid
+        return early
+
+
 def urgent_state(record: Record) -> object:
     """Return what the ledger should know at once: how late a step is, signs of ranks, and parts that broke."""
-    late, stage, signs = record.get("open_step"), 0, []
+    late, stage, signs = record.get("open_step"), 0, list[object]()
     if late is not None and late["seconds"] >= late["overdue_after"]:
         seconds, limit = late["seconds"], late["overdue_after"]
-        stage = 1 + sum(seconds >= bound for bound in (limit + AGAIN, 2 * limit, 3 * limit))
-        signs = [(row[0], *row[3]) for row in late["ranks"] if row[3]]
+        bounds = *(limit + AGAIN * times for times in (1, 2, 3)), 2 * limit, 3 * limit
+        stage = 1 + sum(seconds >= bound for bound in bounds)
+        signs = [(row[0], *row[3]) for row in late["ranks"] if row[3]] + late.get("ras", [])
     broken = {
         tuple(entry.get(name) for name in ("kind", "gpu", "port", "rank", "detail"))
         for entry in record.get("evidence", [])
         if entry["kind"] in URGENT_KINDS
     }
-    return stage, signs, broken, record.get("gone", False)
+    return stage, signs, broken, record.get("gone", False), len(record.get("stacks", ()))
 
 
 class Forward:
-    """Thread that checks the ranks every second and sends the records of changed attempts to the ledger."""
+    """Thread that checks the ranks every second and sends the records of changed attempts to the ledger.
+
+    It calls `read`, which must not block, to have the GPUs read for a late step.
+    """
 
     def __init__(
         self,
         telemetry: Telemetry,
-        ledger: Embedded | Remote | None,
+        ledger: Embedded | Remote,
         tick: float = TICK,
         memory: StateFile | None = None,
         clock: Callable[[], float] = time.monotonic,
+        read: Callable[[], object] = lambda: None,
     ) -> None:
         self._telemetry, self._ledger, self._tick = telemetry, ledger, tick
-        self._memory = memory  # evidence that survives a restart
-        self._clock = clock
-        self._saved = clock()
+        self._read, self._read_at = read, -math.inf
+        self._memory, self._clock, self._saved = memory, clock, clock()  # `memory`: a file
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="forward", daemon=True)
 
@@ -310,7 +372,7 @@ class Forward:
 
     def _stopped(self) -> bool:
         """Wait for the next tick, or without ranks and records for a push. Return whether `stop` was called."""
-        if self._telemetry.summary() or (self._ledger is not None and self._ledger.pending):
+        if self._telemetry.summary() or self._ledger.pending:
             return self._stopping.wait(self._tick)
         self._telemetry.pushed.wait(SAVE_INTERVAL)
         self._telemetry.pushed.clear()
@@ -319,11 +381,15 @@ class Forward:
     def _send_changes(self, *, last: bool = False) -> None:
         try:
             self._telemetry.check()
+            if self._clock() - self._read_at >= READ_EVERY and self._telemetry.needs_reading():
+                self._read_at = self._clock()
+                self._read()
             for key, (version, records) in self._telemetry.due().items():
-                if self._ledger is None or self._ledger.take(key, records, again=version < 0):
+                if self._ledger.take(key, records, again=version < 0):
                     self._telemetry.delivered(key, version)
-            if self._ledger is not None:
-                self._ledger.flush(last=last)
+            self._ledger.flush(last=last)
+            self._telemetry.stacks.add(self._ledger.wanted)
+            self._ledger.wanted = []
             if self._memory is not None and (last or self._clock() - self._saved >= SAVE_INTERVAL):
                 self._saved = self._clock()
                 self._memory.save(self._telemetry.state())

@@ -4,8 +4,6 @@
 so its last one counts, and the time since.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import deque
@@ -16,10 +14,11 @@ from typing import NamedTuple
 from flopwatch import catalogue as m
 from flopwatch.catalogue import Metric, Sample
 from flopwatch.node.telemetry.otlp import Push
-from flopwatch.verdicts.overdue import LATE, overdue_after
+from flopwatch.verdicts.overdue import IDLE, LATE, overdue_after
 
 STEPPING = 0.5  # share of the time between two pushes in steps, below which a rank is in another activity
 SILENT_AFTER = 50.0  # seconds without a push of a process that lives, which are ten pushes
+SILENT_IDLE = 20.0  # the same if the rank's GPU is idle, too
 BLOCKED_AFTER = 10.0  # seconds
 RECENT = 12.0  # seconds after a push in which its calls are compared with those of other ranks: a push may be lost
 SETTLED = 5.0  # seconds of a step after which a GPU that waits has stopped computing
@@ -47,12 +46,10 @@ class StepClock(NamedTuple):
         return self.ended / self.steps if self.steps and self.ended > 0 else None
 
     @classmethod
-    def of(cls, push: Push, before: StepClock | None) -> StepClock:
+    def of(cls, push: Push, before: "StepClock | None") -> "StepClock":
         """Return the clock after a push. `before` is that of the push before it of the same process."""
-        steps, activity = _value(push, m.TRAINING_STEPS_TOTAL), dict[str, float]()
-        for row, labels, value in push.samples:
-            if row is m.TRAINING_ACTIVITY_SECONDS_TOTAL:
-                activity[labels[-1]] = value
+        steps = _value(push, m.TRAINING_STEPS_TOTAL)
+        activity = {labels[-1]: value for labels, value in push.of(m.TRAINING_ACTIVITY_SECONDS_TOTAL)}
         now = steps, activity.get("step", 0.0), activity.get("data_stall", 0.0), sum(activity.values())
         if before is None or steps is None or steps != before.steps:
             opened = push.open_step_seconds or 0.0
@@ -94,17 +91,9 @@ class _Gpu:
 class GpuActivity:
     """Store of the last readings of each GPU, and of GPUs and ports that are down, from the samples of scrapes."""
 
-    _READ = frozenset(
-        row.name
-        for row in (
-            m.GPU_UTILIZATION_RATIO,
-            m.GPU_POWER_WATTS,
-            m.GPU_POWER_LIMIT_WATTS,
-            m.GPU_TENSOR_ACTIVE_SECONDS_TOTAL,
-            m.GPU_PROFILED_SECONDS_TOTAL,
-            m.GPU_PRESENT,
-        )
-    )
+    _TENSOR = (m.GPU_TENSOR_ACTIVE_SECONDS_TOTAL, m.GPU_PROFILED_SECONDS_TOTAL)
+    _ROWS = (m.GPU_UTILIZATION_RATIO, m.GPU_POWER_WATTS, m.GPU_POWER_LIMIT_WATTS, *_TENSOR, m.GPU_PRESENT)
+    _READ = frozenset(row.name for row in _ROWS)
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -125,8 +114,7 @@ class GpuActivity:
             for gpu, values in found.items():
                 watts, limit = values.get(m.GPU_POWER_WATTS.name), values.get(m.GPU_POWER_LIMIT_WATTS.name)
                 power = watts / limit if watts is not None and limit else None
-                tensor = values.get(m.GPU_TENSOR_ACTIVE_SECONDS_TOTAL.name)
-                profiled = values.get(m.GPU_PROFILED_SECONDS_TOTAL.name)
+                tensor, profiled = (values.get(row.name) for row in self._TENSOR)
                 one = self._gpus[gpu]
                 busy = values.get(m.GPU_UTILIZATION_RATIO.name)
                 one.readings.append(_GpuReading(at, busy, power, watts, tensor, profiled))
@@ -139,6 +127,11 @@ class GpuActivity:
         with self._lock:
             return self._lost
 
+    def lacks(self, began: float) -> bool:
+        """Return whether a GPU has fewer than READINGS since `began`, on the monotonic clock."""
+        with self._lock:
+            return any(sum(one.at >= began for one in gpu.readings) < READINGS for gpu in self._gpus.values())
+
     def since(self, gpu: str, began: float) -> list[float | None] | None:
         """Return what a GPU did since `began`, on the monotonic clock, or None with fewer than READINGS since then.
 
@@ -150,7 +143,7 @@ class GpuActivity:
             readings = [] if one is None else [reading for reading in one.readings if reading.at >= began]
             if one is None or len(readings) < READINGS:
                 return None
-            usual = max((watts for at, watts in one.powers if at >= began - USUAL), default=0.0)
+            usual = max([watts for at, watts in one.powers if at >= began - USUAL], default=0.0)
         busy, power, watts = (
             [value for reading in readings if (value := getattr(reading, name)) is not None]
             for name in ("utilization", "power", "watts")
@@ -206,10 +199,10 @@ def limit_of(ranks: Iterable[RankOfHost], p99: float | None) -> float | None:
     return None if usual is None else overdue_after(usual)
 
 
-def is_late(ranks: Collection[RankOfHost], p99: float | None, clock: float) -> bool:
-    """Return whether the ledger should know what ranks have called in the open step."""
+def is_late(ranks: Collection[RankOfHost], p99: float | None, clock: float, share: float = LATE) -> bool:
+    """Return whether the host's ranks are in a step for a share of its limit. With 1.0, the step is overdue."""
     limit = limit_of(ranks, p99)
-    return limit is not None and seconds_open(ranks, clock) >= LATE * limit
+    return limit is not None and seconds_open(ranks, clock) >= share * limit
 
 
 class HostParts(NamedTuple):
@@ -231,29 +224,27 @@ def field_of(
     broken = {*parts.broken, *parts.activity.lost}
     rows: list[Call] = []
     for number, rank in sorted(ranks.items()):
-        uuid, signs = uuid_of(rank.push), list(rank.signs(clock))
+        uuid, signs = rank.push.declared("uuid"), list(rank.signs(clock))
         signs += ["gpu"] * (uuid in broken) + ["link"] * parts.link_down
         alone = rank.end is None and uuid not in broken and uuid not in parts.shared
         gpu = parts.activity.since(uuid, clock - seconds + SETTLED) if alone else None
+        if "silent" not in signs and clock - rank.received > SILENT_IDLE and gpu and gpu[0] is not None:
+            signs += ["silent"] * (gpu[0] < IDLE)
         known = rank.end is not None or not RECENT < clock - rank.received <= SILENT_AFTER
-        called = (_default(rank.push), _groups(rank.push)) if known else (None, [])
+        called = (_value(rank.push, m.TRAINING_COLLECTIVE_SEQUENCE_NUMBER), _groups(rank.push)) if known else (None, [])
         rows.append([number, *called, signs, gpu])
     return {"t": now, "seconds": round(seconds, 3), "overdue_after": round(limit, 3), "ranks": rows}
 
 
-def uuid_of(push: Push) -> str:
-    """Return the UUID of the GPU that a rank declared, empty without one."""
-    place = m.TRAINING_RANK_INFO.labels.index("uuid")
-    return next((labels[place] for row, labels, _ in push.samples if row is m.TRAINING_RANK_INFO), "")
-
-
-def _default(push: Push) -> float | None:
-    return _value(push, m.TRAINING_COLLECTIVE_SEQUENCE_NUMBER)
+def groups_of(push: Push) -> frozenset[tuple[str, ...]]:
+    """Return the process groups in which a rank has called collectives, without a name for the default one."""
+    rows = (m.TRAINING_COLLECTIVE_SEQUENCE_NUMBER, m.TRAINING_GROUP_SEQUENCE_NUMBER)
+    return frozenset(labels[2:] for row in rows for labels, value in push.of(row) if value > 0)
 
 
 def _value(push: Push, wanted: Metric) -> float | None:
-    return next((value for row, _, value in push.samples if row is wanted), None)
+    return next((value for _, value in push.of(wanted)), None)
 
 
 def _groups(push: Push) -> list[list[object]]:
-    return [[*labels[2:], value] for row, labels, value in push.samples if row is m.TRAINING_GROUP_SEQUENCE_NUMBER]
+    return [[*labels[2:], value] for labels, value in push.of(m.TRAINING_GROUP_SEQUENCE_NUMBER)]

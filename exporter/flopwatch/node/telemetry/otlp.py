@@ -5,17 +5,16 @@ The sender is not trusted: only training families and their label keys pass, cou
 printable, and a body must not inflate beyond MAX_BYTES.
 """
 
-from __future__ import annotations
-
+import functools
 import json
 import math
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from google.protobuf import json_format
 from google.protobuf.message import DecodeError
 from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2 as service
 from opentelemetry.proto.common.v1.common_pb2 import KeyValue
@@ -23,13 +22,15 @@ from opentelemetry.proto.metrics.v1 import metrics_pb2 as wire
 
 from flopwatch import catalogue as m
 from flopwatch.catalogue import Metric, Sample
+from flopwatch.catalogue.stacks import MAX_STACKS
 from flopwatch.http import server as http_server
-from flopwatch.node.scrape.exposition import number
+from flopwatch.http.exposition import number
 
 PROTOBUF = "application/x-protobuf"
 JSON = "application/json"
 
 SCHEMA = 1
+OPEN_STEP, SUBMITTED = "flopwatch.open_step_seconds", "flopwatch.submitted_unix"
 MAX_BYTES = http_server.MAX_BYTES  # sent, and inflated
 MAX_POINTS = 256  # of one process in one push; the series budgets are 40 of a rank and 30 of a run
 MAX_BUCKETS = 32
@@ -40,6 +41,7 @@ NAME = re.compile(r"[A-Za-z0-9._:/@+-]{1,128}")
 ENDED_BY = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}( -?[A-Z0-9]{1,15})?")
 
 _CLOCK_MARGIN = 24 * 3600.0  # seconds that a process may start in the future, as after a clock was set back
+_ROWS = {row.name: row for row in m.all_metrics() if row.domain == "training"}
 _DATA = {"counter": "sum", "gauge": "gauge", "info": "gauge", "histogram": "histogram"}
 
 
@@ -51,7 +53,7 @@ class Refused(Exception):
         self.outcome = outcome
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Push:
     """Push of one training process: its identity, state and samples, and how many points were refused and why."""
 
@@ -69,19 +71,37 @@ class Push:
     open_step_seconds: float | None = None
     status: str | None = None
     ended_by: str = ""
+    stacks: str = field(default="", repr=False)
+    flight_recorder: str = ""  # on, off or unknown
     samples: tuple[Sample, ...] = field(default=(), repr=False)
     refused: int = 0
     reason: str = ""
     foreign_gpu: bool = False
 
-    def stamped(self, now: float) -> Push:
+    def stamped(self, now: float) -> "Push":
         """Return the push with its stamps as of `now`, the Unix time at which it was received."""
         at = min(self.at, now)
         if self.started <= at:
             return replace(self, at=at)
         # A start in the future is of a clock that was set back since then. The sum of the activities is the age.
-        ages = [value for row, _, value in self.samples if row is m.TRAINING_ACTIVITY_SECONDS_TOTAL]
-        return replace(self, at=at, started=at - math.fsum(ages))
+        age = math.fsum(value for _, value in self.of(m.TRAINING_ACTIVITY_SECONDS_TOTAL))
+        return replace(self, at=at, started=at - age)
+
+    @functools.cached_property
+    def _of(self) -> Mapping[str, list[tuple[tuple[str, ...], float]]]:
+        rows = defaultdict(list)
+        for row, labels, value in self.samples:
+            rows[row.name].append((labels, value))
+        return rows
+
+    def of(self, row: Metric) -> Sequence[tuple[tuple[str, ...], float]]:
+        """Return labels and value of each sample of a row."""
+        return self._of.get(row.name, ())
+
+    def declared(self, label: str) -> str:
+        """Return what the rank declared of itself, such as the UUID of its GPU, empty if it is unknown."""
+        at = m.TRAINING_RANK_INFO.labels.index(label)
+        return next((labels[at] for labels, _ in self.of(m.TRAINING_RANK_INFO)), "")
 
     def is_older(self, started: float, process: tuple[int, int, int]) -> bool:
         """Return whether this process started before another one, by the kernel's clock where that can tell."""
@@ -114,20 +134,31 @@ def decode(body: bytes, media: str) -> service.ExportMetricsServiceRequest:
         if media == PROTOBUF:
             return service.ExportMetricsServiceRequest.FromString(body)
         if body.lstrip()[:1] != b"{":  # json_format would look for fields in it
-            raise json_format.ParseError("no JSON object")
+            raise DecodeError("no JSON object")
+        from google.protobuf import json_format  # 3 MiB, and the hook sends none
+
         # Ids of exemplars are hexadecimal in OTLP/JSON, and json_format reads base64. They are not used here.
-        return json_format.Parse(body, service.ExportMetricsServiceRequest(), ignore_unknown_fields=True)
-    except (DecodeError, json_format.ParseError, UnicodeError, RecursionError) as error:
+        try:
+            return json_format.Parse(body, service.ExportMetricsServiceRequest(), ignore_unknown_fields=True)
+        except json_format.ParseError as error:
+            raise DecodeError(str(error)) from None
+    except (DecodeError, UnicodeError, RecursionError) as error:
         raise Refused("malformed", f"the body is not an OTLP metrics request in {media}: {error}"[:500]) from None
 
 
 def response(media: str, refused: int, message: str) -> bytes:
     """Return the response body to an accepted request, with a partial success if points were refused."""
+    if media == PROTOBUF and not message:
+        return b""  # the serialized message
     answer = service.ExportMetricsServiceResponse()
     if message:
         answer.partial_success.rejected_data_points = refused
         answer.partial_success.error_message = message
-    return answer.SerializeToString() if media == PROTOBUF else json_format.MessageToJson(answer).encode()
+    if media == PROTOBUF:
+        return answer.SerializeToString()
+    from google.protobuf import json_format
+
+    return json_format.MessageToJson(answer).encode()
 
 
 def status(media: str, message: str) -> bytes:
@@ -141,14 +172,13 @@ def status(media: str, message: str) -> bytes:
 def push(resource: wire.ResourceMetrics, *, host: str, gpus: Mapping[str, str] | None, now: float) -> Push:
     """Return the push of one process. Raises Refused.
 
-    `gpus` has the UUID of the whole GPU by each UUID that a process may push, also that of a MIG slice (None: unknown).
-    Any other UUID is left out.
+    `gpus` has the whole GPU's UUID by its own and those of its MIG slices (None: unknown). Others are left out.
     """
     metrics = [metric for scope in resource.scope_metrics for metric in scope.metrics]
     # A hook of an older release sends the identity as attributes of the resource.
     identity = _Attributes([*resource.resource.attributes, *(item for metric in metrics for item in metric.metadata)])
     tenant, run, attempt, rank, started, status = _identity(identity, now)
-    ended_by, submitted = identity.text("flopwatch.ended_by"), identity.real("flopwatch.submitted_unix")
+    ended_by, submitted = identity.text("flopwatch.ended_by"), identity.real(SUBMITTED)
     stamped = {"run": run, "rank": str(rank), "tenant": tenant, "attempt": attempt, "host": host}
     samples: dict[tuple[str, tuple[str, ...]], Sample] = {}
     refused, reason, foreign, newest = 0, "", False, 0
@@ -176,15 +206,17 @@ def push(resource: wire.ResourceMetrics, *, host: str, gpus: Mapping[str, str] |
         attempt,
         rank,
         started,
-        at=max(min(started, now), min(now, newest / 1e9)) if newest > 0 else now,
+        at=taken_at(started, newest, now),
         pid=identity.integer("flopwatch.pid") or 0,
         pid_namespace=identity.integer("flopwatch.pid_namespace") or 0,
         pid_start_ticks=identity.integer("flopwatch.pid_start_ticks") or 0,
         submitted=submitted if submitted is not None and submitted <= now + _CLOCK_MARGIN else None,
         restored_step=identity.integer("flopwatch.restored_step"),
-        open_step_seconds=identity.real("flopwatch.open_step_seconds"),
+        open_step_seconds=identity.real(OPEN_STEP),
         status=status,
         ended_by=ended_by if status is not None and ENDED_BY.fullmatch(ended_by) is not None else "",
+        stacks=identity.text("flopwatch.stacks")[:MAX_STACKS],
+        flight_recorder=identity.text("flopwatch.flight_recorder")[:8],
         samples=tuple(samples.values()),
         refused=refused,
         reason=reason,
@@ -192,7 +224,12 @@ def push(resource: wire.ResourceMetrics, *, host: str, gpus: Mapping[str, str] |
     )
 
 
-def _identity(sent: _Attributes, now: float) -> tuple[str, str, str, int, float, str | None]:
+def taken_at(started: float, newest: int, now: float) -> float:
+    """Return the Unix time of a snapshot by the newest time of its points, in nanoseconds, 0 if they have none."""
+    return max(min(started, now), min(now, newest / 1e9)) if newest > 0 else now
+
+
+def _identity(sent: "_Attributes", now: float) -> tuple[str, str, str, int, float, str | None]:
     """Return tenant, run, attempt, rank, start and status of a process. Raises Refused."""
     if sent.integer("flopwatch.schema") != SCHEMA:
         raise Refused("invalid", f"flopwatch.schema is not {SCHEMA}: not a push of flopwatch's hook")
@@ -250,9 +287,9 @@ def _points(metric: wire.Metric) -> Iterator[tuple[Metric | None, wire.NumberDat
     kind = metric.WhichOneof("data")
     if kind is None:
         return
-    row, problem = m.BY_NAME.get(metric.name), ""
+    row, problem = _ROWS.get(metric.name), ""
     data = getattr(metric, kind)
-    if row is None or row.domain != "training":
+    if row is None:
         problem = "not a training family of this release's catalogue"
     elif kind != _DATA[row.type]:
         problem = f"a {row.type} arrives as {_DATA[row.type]}, not as {kind}"
@@ -288,23 +325,32 @@ def _numbers(row: Metric, point: wire.NumberDataPoint | wire.HistogramDataPoint)
         kind = point.WhichOneof("value")
         if kind is None:
             raise Refused("partial", "a point without a value")
-        value = float(getattr(point, kind))
-        # A NaN loss is information. A position cannot be NaN.
-        if row not in (m.TRAINING_LOSS, m.TRAINING_GRAD_NORM) and not math.isfinite(value):
-            raise Refused("partial", "only training_loss and training_grad_norm may be NaN or infinite")
-        if row.type == "counter" and not 0 <= value < math.inf:
-            raise Refused("partial", "a counter is neither negative nor infinite")
-        if row.type == "info" and value != 1:
-            raise Refused("partial", "an info series is 1")
-        return [((), value)]
-    bounds, counts = list(point.explicit_bounds), list(point.bucket_counts)
+        return [((), allowed(row, getattr(point, kind)))]
+    return histogram(list(point.explicit_bounds), list(point.bucket_counts), point.sum)
+
+
+def allowed(row: Metric, sent: float) -> float:
+    """Return the value of a point that is no histogram. Raises Refused if the row cannot have it."""
+    value = float(sent)
+    # A NaN loss is information. A position cannot be NaN.
+    if not math.isfinite(value) and row not in (m.TRAINING_LOSS, m.TRAINING_GRAD_NORM):
+        raise Refused("partial", "only training_loss and training_grad_norm may be NaN or infinite")
+    if row.type == "counter" and not 0 <= value < math.inf:
+        raise Refused("partial", "a counter is neither negative nor infinite")
+    if row.type == "info" and value != 1:
+        raise Refused("partial", "an info series is 1")
+    return value
+
+
+def histogram(bounds: list[float], counts: list[int], observed: float) -> list[tuple[tuple[str, ...], float]]:
+    """Return the values of a histogram by its last label. `observed` is the sum of all values. Raises Refused."""
     ascending = all(low < high for low, high in pairwise(bounds))
     if (
         len(counts) != len(bounds) + 1
         or len(counts) > MAX_BUCKETS
         or not ascending
-        or not all(map(math.isfinite, [*bounds, point.sum]))
-        or min([point.sum, *bounds]) < 0
+        or not all(map(math.isfinite, [*bounds, observed]))
+        or min([observed, *bounds]) < 0
     ):
         raise Refused("partial", "not a histogram with ascending explicit bounds from 0 on")
     numbers: list[tuple[tuple[str, ...], float]] = []
@@ -312,4 +358,4 @@ def _numbers(row: Metric, point: wire.NumberDataPoint | wire.HistogramDataPoint)
     for bound, count in zip([*bounds, math.inf], counts, strict=True):
         total += count
         numbers.append(((number(bound),), float(total)))
-    return [*numbers, (("count",), float(total)), (("sum",), point.sum)]
+    return [*numbers, (("count",), float(total)), (("sum",), observed)]

@@ -1,8 +1,7 @@
 """Training processes of this host: whether they live, their pid in the exporter's namespace, and how they ended.
 
 Only the parent receives an exit status. Other processes can read it while the process is a zombie (`/proc/PID/stat`,
-field 52, with the right to trace it). Later, since Linux 6.15, they get it from a pidfd that they opened while it lived
-(PIDFD_INFO_EXIT in linux/pidfd.h).
+field 52, with the right to trace it). Afterwards, a pidfd opened before the end has it (PIDFD_INFO_EXIT, Linux 6.15).
 """
 
 import fcntl

@@ -12,25 +12,33 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
-import prometheus_client as prometheus
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 
 from flopwatch import catalogue as m
-from flopwatch.catalogue import Metric, Sample
+from flopwatch.catalogue import Sample
 from flopwatch.catalogue.ranks import ranks_text
 from flopwatch.ledger.attribution import PLANNED
 from flopwatch.node.scrape.reader import Reading
-from flopwatch.node.scrape.scrape import self_counter
+from flopwatch.node.scrape.scrape import Registry
 from flopwatch.node.telemetry import evidence, open_step, otlp
 from flopwatch.node.telemetry.admission import MAX_RANKS, Admission, AttemptKey, Rank
+from flopwatch.node.telemetry.attempts import EndedAttempt, EvidenceScope, HostAttempt, Record
 from flopwatch.node.telemetry.evidence import HOST_PIDS, Entry, EventCount, EvidenceLog, RankEnd
-from flopwatch.node.telemetry.open_step import HostParts, RankOfHost, StepClock
+from flopwatch.node.telemetry.measured import unmeasured, values, waits, work
+from flopwatch.node.telemetry.open_step import HostParts, StepClock
 from flopwatch.node.telemetry.otlp import Push, Refused
 from flopwatch.node.telemetry.process_exit import BLOCKED
+from flopwatch.node.telemetry.ras import Question, Ras, has_settled
+from flopwatch.node.telemetry.stacks import StackRequests
+from flopwatch.node.telemetry.template import Templates
 from flopwatch.settings import ExporterSettings
+from flopwatch.verdicts.overdue import LATE, OVERDUE_SECONDS
+
+if TYPE_CHECKING:  # memory that an exporter without NCCL Inspector can save
+    from flopwatch.node.telemetry.inspector import Inspector
 
 log = logging.getLogger(__name__)
 
@@ -43,60 +51,13 @@ OUTCOMES = (
 )
 
 # Only the verdicts need these, and a rank has many series.
-FOR_THE_LEDGER = frozenset(
-    row.name
-    for row in (m.TRAINING_GROUP_WAIT_SECONDS_TOTAL, m.TRAINING_MEASURED_TOKENS_TOTAL, m.TRAINING_GROUP_SEQUENCE_NUMBER)
-)
+_OF_RANKS = (m.TRAINING_MEASURED_TOKENS_TOTAL, m.TRAINING_COMPUTING_SQUARE_SECONDS_TOTAL)
+_OF_GROUPS = (m.TRAINING_GROUP_WAIT_SECONDS_TOTAL, m.TRAINING_GROUP_SEQUENCE_NUMBER)
+FOR_THE_LEDGER = frozenset(row.name for row in (*_OF_RANKS, *_OF_GROUPS))
+STACKS_KEPT = 30.0  # seconds in which records include the stacks of a straggler, about two records
 LOOK_EVERY = 5.0  # seconds between two records of a late step whose ranks do not push
 
-Record = dict[str, Any]
-
-
-@dataclass
-class _Attempt:
-    ranks: dict[int, Rank] = field(default_factory=dict)
-    changes: int = 0
-    delivered: int = 0
-    gone_at: float | None = None
-    entries: list[Entry] = field(default_factory=list)  # evidence in the last record
-    user: int | None = None  # of its newest push
-    rivals: set[AttemptKey] = field(default_factory=set)  # attempts that it was in conflict with
-    signs: dict[int, list[str]] = field(default_factory=dict)  # of ranks whose processes are in trouble
-    looked: float = 0.0  # on the monotonic clock, when a record was last due without a push
-
-    @property
-    def live(self) -> list[Rank]:
-        return [rank for rank in self.ranks.values() if rank.end is None]
-
-    @property
-    def status(self) -> str | None:
-        """How the attempt ended as reported by its ranks, None until all of them have reported."""
-        statuses = [rank.push.status for rank in self.ranks.values() if rank.push.status is not None]
-        if len(statuses) == len(self.ranks):
-            return max(statuses, key=otlp.STATUSES.index)
-        # One completed rank is enough if the last push of another was lost.
-        return "completed" if not self.live and "completed" in statuses else None
-
-
-@dataclass
-class EvidenceScope:
-    """Begin and GPUs of the evidence that may concern an attempt, with the last state of its ranks."""
-
-    since: float  # Unix time
-    gpus: list[str] | None  # None: all
-    ranks: list[RankEnd]
-
-
-@dataclass
-class _Ended:
-    """Ended attempt whose last record was delivered, while further evidence may appear."""
-
-    scene: EvidenceScope
-    records: list[Record]  # the last ones
-    until: float  # Unix time
-    reported: list[Entry]  # evidence in the last record
-    changes: int = 0
-    delivered: int = 0
+_PAGE = m.TRAINING_RUN_INFO.labels.index("page")
 
 
 class Telemetry:
@@ -107,38 +68,78 @@ class Telemetry:
     def __init__(
         self,
         settings: ExporterSettings,
-        registry: prometheus.CollectorRegistry,
+        registry: Registry,
         gpus: Callable[[], Mapping[str, str] | None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], float] = time.time,
         evidence_log: EvidenceLog | None = None,
+        ras: Ras | None = None,
+        inspector: "Inspector | None" = None,
     ) -> None:
-        self._settings = settings
+        self._settings, self._ras, self._inspector = settings, ras, inspector
         self._evidence_log = evidence_log if evidence_log is not None else EvidenceLog(now)
         self._gpus, self._clock, self._now = gpus, clock, now
         self._lock = threading.Lock()
         self.pushed = threading.Event()  # set by every push
-        self._attempts: dict[AttemptKey, _Attempt] = {}
-        self._ended: dict[AttemptKey, _Ended] = {}
-        self._admission = Admission(clock)
-        self._pushes = self_counter(m.FLOPWATCH_OTLP_PUSHES_TOTAL, registry)
+        self._attempts: dict[AttemptKey, HostAttempt] = {}
+        self._ended: dict[AttemptKey, EndedAttempt] = {}
+        self._admission, self._templates, self.stacks = Admission(clock), Templates(), StackRequests(clock)
+        self._pushes = registry.metric(m.FLOPWATCH_OTLP_PUSHES_TOTAL)
         for outcome in OUTCOMES.split():
-            self._pushes.labels(outcome)
+            self._pushes.add(outcome, by=0)
 
     def count(self, outcome: str) -> None:
         """Count a push by outcome. The HTTP application calls it for pushes that do not reach `receive`."""
-        self._pushes.labels(outcome).inc()
+        self._pushes.add(outcome)
 
-    def receive(self, request: ExportMetricsServiceRequest) -> tuple[int, str]:
-        """Store the pushes in a request. Return how many points were refused, and the first reason. Raises Refused."""
+    def receive_body(self, body: bytes, media: str) -> tuple[int, str]:
+        """Do what `receive` does, with the body of a request."""
+        now = self._now()
+        if media == otlp.PROTOBUF and (found := self._templates.find(body, self._gpus(), now)) is not None:
+            with self._lock:
+                postponed = self._postponed(*found, now)
+            if postponed:
+                self.count("accepted")
+                return 0, self.stacks.message(found[0])
+        return self.receive(otlp.decode(body, media), body if media == otlp.PROTOBUF else b"")
+
+    def _postponed(self, earlier: Push, decode: Callable[[], Push], now: float) -> bool:
+        """Keep a push undecoded until it is needed. Return False if its process is not a live rank."""
+        attempt = self._attempts.get((earlier.tenant, earlier.run, earlier.attempt), HostAttempt())
+        rank = attempt.ranks.get(earlier.rank)
+        if rank is None or rank.end is not None or rank.push.process != earlier.process:
+            return False
+        rank.undecoded, rank.received = (decode, now), self._clock()
+        attempt.changes += 1
+        return True
+
+    def _settle(self) -> None:
+        """Decode the newest pushes of live ranks."""
+        for attempt in [*self._attempts.values()]:
+            for rank in attempt.live:
+                if rank.undecoded is not None:
+                    attempt.changes -= 1  # counted when the push was received
+                    self._take(rank.undecoded[0](), rank.undecoded[1], rank.received)
+
+    def receive(self, request: ExportMetricsServiceRequest, body: bytes = b"") -> tuple[int, str]:
+        """Store the pushes in a request. Return how many points were refused, and the first reason. Raises Refused.
+
+        The push of a single process in `body` becomes a template.
+        """
         if len(request.resource_metrics) > MAX_RANKS:
             raise Refused("too_large", f"a request holds the pushes of at most {MAX_RANKS} processes")
-        refused, reason, gpus = 0, "", self._gpus()
+        refused, reason, gpus, now = 0, "", self._gpus(), self._now()
         for resource in request.resource_metrics:
+            if self._inspector is not None and (wrong := self._inspector.receive(resource)) is not None:
+                refused += wrong
+                reason = reason or ("not durations of NCCL's operations, or too many" if wrong else "")
+                self.count("partial" if wrong else "accepted")
+                continue
             try:
-                push = otlp.push(resource, host=self._settings.host, gpus=gpus, now=self._now())
+                push = otlp.push(resource, host=self._settings.host, gpus=gpus, now=now)
                 with self._lock:
-                    self._take(push)
+                    self._settle()
+                    self._take(push, now, self._clock())
                 self.pushed.set()
             except Refused as error:
                 refused += otlp.points(resource)
@@ -146,13 +147,16 @@ class Telemetry:
                 self.count(error.outcome)
                 continue
             refused += push.refused
-            reason = reason or push.reason
+            reason = reason or push.reason or self.stacks.message(push)
+            if len(request.resource_metrics) == 1 and body and not push.stacks:
+                self._templates.learn(body, push, gpus, now)
             self.count("partial" if push.refused else "foreign_gpu" if push.foreign_gpu else "accepted")
         return refused, reason
 
     def ask(self, deadline: float) -> Reading:
         """Return the samples of live ranks, and how long their processes have been blocked."""
         with self._lock:
+            self._settle()
             clock = self._clock()
             samples = [
                 sample
@@ -169,6 +173,8 @@ class Telemetry:
         self._admission.locate(new)
         with self._lock:
             clock = self._clock()
+            if self._settings.ledger != "off":  # without a ledger, only live ranks are ever read
+                self._settle()
             for attempt in self._attempts.values():
                 for rank in attempt.live:
                     if self._admission.gone(rank) if rank.watch is None else not rank.watch.look(clock):
@@ -176,15 +182,46 @@ class Telemetry:
                     elif clock - rank.received > self._settings.rank_timeout:
                         self._end(attempt, rank, "silent")
                 self._look(attempt, clock)
+            if self._ras is not None:
+                self._ask_ras(self._ras, clock)
 
-    def _look(self, attempt: _Attempt, clock: float) -> None:
+    def needs_reading(self) -> bool:
+        """Return whether a step is late and a GPU has too few readings since then to give a sign."""
+        with self._lock:
+            self._settle()
+            clock = self._clock()
+            for attempt in self._attempts.values():
+                ranks = attempt.open_ranks.values()
+                seconds = open_step.seconds_open(ranks, clock)
+                if seconds >= LATE * OVERDUE_SECONDS and open_step.is_late(ranks, attempt.run_p99, clock):
+                    return self._evidence_log.activity.lacks(clock - seconds + open_step.SETTLED)
+        return False
+
+    def _ask_ras(self, ras: Ras, clock: float) -> None:
+        """Have NCCL asked about overdue steps, unless a process of this host may be making communicators."""
+        ras.keep(self._attempts)
+        live = [rank for attempt in self._attempts.values() for rank in attempt.live]
+        for key, attempt in self._attempts.items():
+            ranks = attempt.open_ranks.values()
+            # Most often a look at the time of the step is enough.
+            long = open_step.seconds_open(ranks, clock) >= OVERDUE_SECONDS
+            if not (long and open_step.is_late(ranks, attempt.run_p99, clock, 1.0)):
+                ras.forget(key)
+            elif 0 in attempt.ranks and all(has_settled(rank) for rank in live):
+                sizes = values([attempt.ranks[0].push], m.TRAINING_WORLD_SIZE)
+                pids = {rank.push.rank: rank.push.pid for rank in attempt.live}
+                if sizes and all(pids.values()):
+                    ras.ask(key, Question(int(sizes[0]), pids, [rank.pid for rank in live if rank.pid]))
+            attempt.changes += ras.changed(key)
+
+    def _look(self, attempt: HostAttempt, clock: float) -> None:
         """Have a record sent if a process is newly blocked or silent, or if no rank of a late step pushes."""
-        ranks = _of_host(attempt)
+        ranks = attempt.open_ranks
         signs = {number: [*rank.signs(clock)] for number, rank in ranks.items()}
         changed, attempt.signs = signs != attempt.signs, signs
         newest = max((rank.received for rank in attempt.live), default=clock)
         quiet = clock - max(newest, attempt.looked) >= LOOK_EVERY
-        if changed or (quiet and open_step.is_late(ranks.values(), _run_p99(attempt), clock)):
+        if changed or (quiet and open_step.is_late(ranks.values(), attempt.run_p99, clock)):
             attempt.looked = clock
             attempt.changes += 1
 
@@ -192,6 +229,7 @@ class Telemetry:
         """Return version and records of each attempt to deliver. The version is negative if only evidence is new."""
         due: dict[AttemptKey, tuple[int, list[Record]]] = {}
         with self._lock:
+            self._settle()
             for key, attempt in self._attempts.items():
                 if attempt.changes > attempt.delivered:
                     try:
@@ -232,16 +270,23 @@ class Telemetry:
                 del self._attempts[key]
                 self._wait_for_evidence(key, attempt)
 
+    def discard(self) -> None:
+        """Drop the attempts without a live rank, as if a ledger had all records."""
+        with self._lock:
+            self._attempts = {key: attempt for key, attempt in self._attempts.items() if attempt.live}
+
     def state(self) -> dict[str, Any]:
         """Return the JSON state for `restore`, so that attempts which end during a restart still get evidence."""
         with self._lock:
+            self._settle()
             ended = dict(self._ended)
             for key, attempt in self._attempts.items():
                 with suppress(Exception):  # as in `due`
                     until = self._now() + evidence.AFTER
-                    ended[key] = _Ended(self._scene(attempt), self._records(key, attempt, []), until, [])
+                    ended[key] = EndedAttempt(self._scene(attempt), self._records(key, attempt, []), until, [])
             attempts = [[key, asdict(one)] for key, one in ended.items()]
-            return {"witness": self._evidence_log.state(), "attempts": attempts}
+            recorders = Counter(rank.push.flight_recorder for rank in self._served())
+            return {"witness": self._evidence_log.state(), "attempts": attempts, "flight_recorders": recorders}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restore the `state` of a previous process."""
@@ -253,7 +298,7 @@ class Telemetry:
                     RankEnd(*word)._replace(refused=word[5] and EventCount(*word[5]), exited=tuple(word[7]))
                     for word in scene["ranks"]
                 ]
-                ended = _Ended(**{**values, "scene": EvidenceScope(**{**scene, "ranks": ranks})})
+                ended = EndedAttempt(**{**values, "scene": EvidenceScope(**{**scene, "ranks": ranks})})
                 if ended.until > self._now():
                     self._ended[tuple(key)] = ended
 
@@ -263,18 +308,19 @@ class Telemetry:
             ranks = Counter((tenant, run) for (tenant, run, _), a in self._attempts.items() for _ in a.live)
         return [(*run, count) for run, count in sorted(ranks.items())]
 
-    def _wait_for_evidence(self, key: AttemptKey, attempt: _Attempt) -> None:
+    def _wait_for_evidence(self, key: AttemptKey, attempt: HostAttempt) -> None:
         if attempt.status in PLANNED:
             return
         until = max(rank.ended_at for rank in attempt.ranks.values()) + evidence.AFTER
-        self._ended[key] = _Ended(self._scene(attempt), self._records(key, attempt, []), until, attempt.entries)
+        self._ended[key] = EndedAttempt(self._scene(attempt), self._records(key, attempt, []), until, attempt.entries)
         while len(self._ended) > MAX_UNDELIVERED:
             del self._ended[next(iter(self._ended))]
 
-    def _take(self, push: Push) -> None:
+    def _take(self, push: Push, now: float, clock: float) -> None:
+        """Store a push that arrived at the Unix time `now`, at `clock` on the monotonic clock. Raises Refused."""
         live = [(key, rank) for key, attempt in self._attempts.items() for rank in attempt.live]
         own: AttemptKey = push.tenant, push.run, push.attempt
-        attempt = self._attempts.get(own, _Attempt())
+        attempt = self._attempts.get(own, HostAttempt())
         if push.rank not in attempt.ranks and len(attempt.ranks) >= MAX_RANKS:
             raise Refused("limit", f"this node takes at most {MAX_RANKS} ranks of an attempt, ended ones included")
         user, replaced, rivals = self._admission.admit(push, live)
@@ -292,14 +338,18 @@ class Telemetry:
         before = attempt.ranks.get(push.rank)
         if before is not None and before.push.process != push.process:
             before = None
-        lead = before.lead if before is not None else self._now() - self._clock()
+        lead = before.lead if before is not None else now - clock
         step = StepClock.of(push, before.step if before is not None else None)
-        newcomer = Rank(push.stamped(self._steady(lead)), self._clock(), lead, step, user=user)
+        newcomer = Rank(push.stamped(_steady(lead, now, clock)), clock, lead, step, user=user)
+        if before is not None:
+            newcomer.groups = before.groups if step.steps == before.step.steps else open_step.groups_of(before.push)
         newcomer.refused = evidence.out_of_memory(newcomer.push, before.refused if before is not None else None)
         if before is not None and before.end is None:  # else it is not watched any more
             newcomer.pid, newcomer.watch = before.pid, before.watch
         attempt.ranks[push.rank], attempt.user = newcomer, user
         attempt.changes += 1
+        if stacks := self.stacks.text(push):
+            attempt.stacks[push.rank] = [push.rank, self._now(), stacks]
         if push.status is not None:
             self._end(attempt, newcomer, "finished")
         # A user whose runs end in great number must not displace the records of others.
@@ -317,21 +367,16 @@ class Telemetry:
             taken |= names
         return served
 
-    def _steady(self, lead: float) -> float:
-        """Return the Unix time without steps forward of the clock. A step back is left to the ledger."""
-        now, steady = self._now(), self._clock() + lead
-        return steady if now - steady > MAX_CLOCK_ERROR else now
-
-    def _end(self, attempt: _Attempt, rank: Rank, how: str) -> None:
+    def _end(self, attempt: HostAttempt, rank: Rank, how: str) -> None:
         rank.end, rank.ended_at = how, self._now()
         attempt.changes += 1
         if how == "gone":
-            attempt.gone_at = self._steady(rank.lead)
+            attempt.gone_at = _steady(rank.lead, self._now(), self._clock())
             rank.exited = rank.watch.ended() if rank.watch is not None else ("", "")
         rank.watch = None
         log.info("rank ended run=%s rank=%d reason=%s", rank.push.run, rank.push.rank, how)
 
-    def _scene(self, attempt: _Attempt) -> EvidenceScope:
+    def _scene(self, attempt: HostAttempt) -> EvidenceScope:
         ranks = [rank for _, rank in sorted(attempt.ranks.items())]
         gpus, ends = evidence.gpus_of(rank.push for rank in ranks), []
         for rank in ranks:
@@ -351,28 +396,41 @@ class Telemetry:
         node = self._evidence_log.entries(None if scene.gpus is None else frozenset(scene.gpus), scene.since, until)
         return node + evidence.of_ranks(scene.ranks, self._evidence_log.killed)[: evidence.MAX_ENTRIES - len(node)]
 
-    def _open_step(self, attempt: _Attempt, p99: float | None) -> dict[str, object] | None:
+    def _open_step(self, key: AttemptKey, attempt: HostAttempt, p99: float | None) -> dict[str, object] | None:
         """Return the field `open_step` of a record (`flopwatch.ledger.record`)."""
-        ranks = _of_host(attempt)
+        ranks = attempt.open_ranks
         opened = self._now() - open_step.seconds_open(ranks.values(), self._clock())
         others = (rank.push for other in self._attempts.values() if other is not attempt for rank in other.live)
         parts = HostParts(
             self._evidence_log.activity,
             self._evidence_log.broken_gpus(opened - evidence.BEFORE),
-            {open_step.uuid_of(push) for push in others},
+            {push.declared("uuid") for push in others},
             self._evidence_log.link_down,
         )
-        return open_step.field_of(ranks, p99, self._clock(), self._now(), parts)
+        field = open_step.field_of(ranks, p99, self._clock(), self._now(), parts)
+        late, attempt.late = attempt.late, field is not None
+        since = opened if field is not None else math.inf if late else self._now() - STACKS_KEPT
+        attempt.stacks = {rank: row for rank, row in attempt.stacks.items() if row[1] >= since}
+        if field is not None and self._ras is not None and (behind := self._ras.behind(key)) is not None:
+            field["ras"] = behind
+        return field
 
-    def _records(self, key: AttemptKey, attempt: _Attempt, entries: list[Entry]) -> list[Record]:
+    def _waits(self, key: AttemptKey, live: list[Push]) -> list[list[object]] | None:
+        if self._inspector is None or not unmeasured(live):
+            return waits(live)
+        return self._inspector.waits(key, live)
+
+    def _records(self, key: AttemptKey, attempt: HostAttempt, entries: list[Entry]) -> list[Record]:
         """Return the merged record of an attempt, and a second one after an end without a status."""
         pushes = [attempt.ranks[rank].push for rank in sorted(attempt.ranks)]
         # Time is that of the lowest live rank, and at the end that of the newest push, so that records never go back.
         live = [push for push in pushes if attempt.ranks[push.rank].end is None]
         leader = live[0] if live else max(pushes, key=lambda push: push.at)
-        status, p99 = attempt.status, _run_p99(attempt)
-        steps, committed = _values(pushes, m.TRAINING_POSITION_STEPS), _values(pushes, m.TRAINING_COMMITTED_STEPS)
-        flops, peaks = _values(pushes, m.TRAINING_MODEL_FLOPS_TOTAL), _values(pushes, m.TRAINING_PEAK_FLOPS_PER_SECOND)
+        status, p99 = attempt.status, attempt.run_p99
+        steps, committed = values(pushes, m.TRAINING_POSITION_STEPS), values(pushes, m.TRAINING_COMMITTED_STEPS)
+        flops, peaks = values(pushes, m.TRAINING_MODEL_FLOPS_TOTAL), values(pushes, m.TRAINING_PEAK_FLOPS_PER_SECOND)
+        squares = [round(square, 6) for square in values(live, m.TRAINING_COMPUTING_SQUARE_SECONDS_TOTAL)]
+        pages = {labels[_PAGE] for push in pushes for labels, _ in push.of(m.TRAINING_RUN_INFO)}
         record: Record = {
             "t": leader.at,
             "tenant": key[0],
@@ -387,18 +445,18 @@ class Telemetry:
             "restored_step": leader.restored_step,
             "step": int(max(steps)) if steps else None,
             "committed_step": int(max(committed)) if committed else None,
-            "activity_seconds": {
-                labels[-1]: seconds
-                for row, labels, seconds in leader.samples
-                if row is m.TRAINING_ACTIVITY_SECONDS_TOTAL
-            },
+            "activity_seconds": {labels[-1]: age for labels, age in leader.of(m.TRAINING_ACTIVITY_SECONDS_TOTAL)},
             "open_step_seconds": leader.open_step_seconds,
             "model_flops": sum(flops) if flops else None,
             "peak_flops": sum(peaks) if peaks else None,
             "status": status,
-            "waits": _waits(live),
+            "work": work(pushes) or None,
+            "page": "always" in pages or None,
+            "waits": self._waits(key, live),
+            "computing_squares": squares if 0 < len(squares) == len(live) else None,
             "ranks": ranks_text(sorted(attempt.ranks)),
-            "open_step": self._open_step(attempt, p99),
+            "open_step": self._open_step(key, attempt, p99),
+            "stacks": [*attempt.stacks.values()] or None,
             "step_p99": p99,
             "overlaps": any(self._attempts[one].live or live for one in attempt.rivals & self._attempts.keys()) or None,
             "evidence": entries or None,
@@ -412,22 +470,9 @@ class Telemetry:
         return [until, {**record, "t": max(attempt.gone_at, record["t"]), "gone": True}]
 
 
-def _of_host(attempt: _Attempt) -> dict[int, RankOfHost]:
-    ranks = {}
-    for number, rank in attempt.ranks.items():
-        blocked = rank.watch.since if rank.watch is not None and rank.watch.state in BLOCKED else None
-        ranks[number] = RankOfHost(rank.push, rank.received, rank.step, blocked, rank.end)
-    return ranks
-
-
-def _run_p99(attempt: _Attempt) -> float | None:
-    return next((seconds for rank in attempt.live if (seconds := _p99(rank.push)) is not None), None)
-
-
-def _p99(push: Push) -> float | None:
-    """Return the 99th percentile of the run's step durations in seconds, which one rank reports."""
-    row = m.TRAINING_STEP_PERCENTILE_SECONDS
-    return next((value for other, labels, value in push.samples if other is row and labels[-1] == "99"), None)
+def _steady(lead: float, now: float, clock: float) -> float:
+    """Return the Unix time without steps forward of the clock. A step back is left to the ledger."""
+    return clock + lead if now - clock - lead > MAX_CLOCK_ERROR else now
 
 
 def _blocked(rank: Rank, clock: float) -> list[Sample]:
@@ -439,30 +484,3 @@ def _blocked(rank: Rank, clock: float) -> list[Sample]:
     return [
         (m.HOST_PROCESS_BLOCKED_SECONDS, (*names, way), seconds if state == way else 0.0) for way in BLOCKED.values()
     ]
-
-
-def _waits(pushes: list[Push]) -> list[list[object]] | None:
-    """Return the field `waits` of a record (`flopwatch.ledger.record`). None unless all ranks measure their waits."""
-    rows = (
-        m.TRAINING_MEASURED_STEPS_TOTAL,
-        m.TRAINING_MEASURED_STEP_SECONDS_TOTAL,
-        m.TRAINING_COLLECTIVE_WAIT_SECONDS_TOTAL,
-    )
-    pipeline = m.TRAINING_RANK_INFO.labels.index("pp")
-    waits: list[list[object]] = []
-    for push in pushes:
-        values = {row.name: value for row, _, value in push.samples}
-        if not all(row.name in values for row in rows):
-            return None
-        place = next((labels[pipeline] for row, labels, _ in push.samples if row is m.TRAINING_RANK_INFO), "")
-        tokens = values.get(m.TRAINING_MEASURED_TOKENS_TOTAL.name, values.get(m.TRAINING_TOKENS_TOTAL.name, 0.0))
-        waits.append([push.rank, place, push.started, *(round(values[row.name], 3) for row in rows), tokens])
-        of_groups = m.TRAINING_GROUP_WAIT_SECONDS_TOTAL
-        groups = [[*labels[2:], round(value, 3)] for row, labels, value in push.samples if row is of_groups]
-        if groups:
-            waits[-1].append(groups)
-    return waits or None
-
-
-def _values(pushes: list[Push], row: Metric) -> list[float]:
-    return [value for push in pushes for other, _, value in push.samples if other is row]

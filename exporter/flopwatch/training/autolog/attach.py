@@ -2,8 +2,7 @@
 
 A step ends with the step() of the main optimizer, if a backward pass ran since the last step. The main optimizer is the
 first one seen, until another makes TURNS steps without it. If no backward pass is ever seen (torch.func), each step()
-of the main optimizer but the first counts. The run begins when the first optimizer is made. If the script has a Run of
-its own, all hooks are removed.
+of the main optimizer but the first counts. The run begins with the first optimizer. None begins if a script makes one.
 https://docs.pytorch.org/docs/stable/generated/torch.optim.Optimizer.register_step_post_hook.html
 """
 
@@ -56,16 +55,15 @@ class Attachment:
         self._backwards = 0  # since the last step's end
         self._without_step = 0  # backward passes since any optimizer's step
         self._tokens: list[Tokens | None] = []  # of the open step
-        self._replace(torch.optim.Optimizer, "__init__", self._making_optimizer)
+        self._replace(torch.optim.Optimizer, "__init__", self._making_optimizer(torch.optim.Optimizer.__init__))
 
     @property
     def run(self) -> Run | None:
         """Return this process's run, None before it is made."""
         return self._loop.run
 
-    def _replace(self, owner: Any, name: str, around: Callable[[Any], Any]) -> None:
-        original = getattr(owner, name)
-        self._handles.append(Replaced(owner, name, functools.wraps(original)(around(original))))
+    def _replace(self, owner: Any, name: str, ours: Callable[..., Any]) -> None:
+        self._handles.append(Replaced(owner, name, functools.wraps(getattr(owner, name))(ours)))
 
     def _arm(self) -> None:
         """Install all other hooks when the first optimizer is made, because torch._dynamo is imported by then."""
@@ -80,7 +78,7 @@ class Attachment:
             (torch.utils.data.DataLoader, "__iter__", self._loaders.around_iter),
             (torch.utils.data.dataloader._BaseDataLoaderIter, "__next__", self._loaders.around_next),
         ):
-            self._replace(owner, name, functools.partial(_skipped, disable, around))
+            self._replace(owner, name, disable(around(getattr(owner, name)), recursive=False))
         self._models.look()
 
     def step_back(self) -> None:
@@ -266,10 +264,6 @@ class Attachment:
 def to_process(settings: Settings) -> Attachment:
     """Attach flopwatch's hooks to this process, which has just imported torch."""
     return Attachment(settings, install(settings.step_from))
-
-
-def _skipped(disable: Any, around: Callable[[Any], Any], original: Any) -> Any:
-    return disable(around(original), recursive=False)
 
 
 def _uses_flopwatch() -> bool:

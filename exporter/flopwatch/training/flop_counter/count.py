@@ -14,7 +14,7 @@ import random
 import sys
 import traceback
 import weakref
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from math import prod
 from typing import Any
@@ -120,7 +120,7 @@ class _Passes:
         # Inspected in each pass, because weights may be frozen for some passes.
         self._sample = parameters[:: max(1, len(parameters) // SAMPLE)]
         self._counts: dict[Hashable, Counted] = {}
-        self._lengths = _Lengths()
+        self._by_length: dict[tuple[int, int, int], Counted] = {}  # by trainable parameters, batch and length
         self._gave_up = False
 
     def __call__(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -160,7 +160,8 @@ class _Passes:
         counted = self._counts.get(key)
         if counted is None:
             lengths = _batch_and_length((args, kwargs))
-            counted = self._lengths.predicted(trainable, lengths)
+            alike = [(batch, length, one) for (t, batch, length), one in self._by_length.items() if t == trainable]
+            counted = None if lengths is None else _predicted(*lengths, alike)
             if counted is None:
                 try:
                     counted = self._count(model, args, kwargs)
@@ -169,7 +170,8 @@ class _Passes:
                     self._recorder.uncountable(str(reason))
                     return None
                 self._counts[key] = counted
-                self._lengths.add(trainable, lengths, counted)
+                if lengths is not None:
+                    self._by_length[(trainable, *lengths)] = counted
         return counted
 
     def _count(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Counted:
@@ -182,35 +184,25 @@ class _Passes:
         return counted
 
 
-class _Lengths:
-    """Formula batch x (a x length + b x length^2) for the FLOPs of batches that differ in length, fitted to counts."""
+def _predicted(batch: int, length: int, counts: Sequence[tuple[int, int, Counted]]) -> Counted | None:
+    """Return the FLOPs of [batch, length] if three `counts` (batch, length, FLOPs) fit a formula, else None.
 
-    def __init__(self) -> None:
-        self._counts: dict[tuple[int, int, int], Counted] = {}
-
-    def add(self, trainable: int, lengths: tuple[int, int] | None, counted: Counted) -> None:
-        """Add a count as a data point for the fit of FLOPs against sequence lengths."""
-        if lengths is not None:
-            self._counts[(trainable, lengths[0], lengths[1])] = counted
-
-    def predicted(self, trainable: int, lengths: tuple[int, int] | None) -> Counted | None:
-        """Return the FLOPs of [batch, length] if three counts fit the formula, one of them as long, else None."""
-        counts = [(batch, length, counted) for (t, batch, length), counted in self._counts.items() if t == trainable]
-        if lengths is None or len(counts) < 3 or lengths[1] > max(length for _, length, _ in counts):
+    The formula is batch x (a x length + b x length^2). One of the counts must be as long.
+    """
+    if len(counts) < 3 or length > max(known for _, known, _ in counts):
+        return None
+    (n, s, shortest), (k, t, longest) = min(counts, key=lambda c: c[1]), max(counts, key=lambda c: c[1])
+    if s == t:
+        return None
+    flops = []
+    for part in ("forward", "backward"):
+        f, g = Fraction(getattr(shortest, part), n * s), Fraction(getattr(longest, part), k * t)
+        b = (g - f) / (t - s)
+        a = f - b * s
+        if any(many * long * (a + b * long) != getattr(counted, part) for many, long, counted in counts):
             return None
-        shortest, longest = min(counts, key=lambda c: c[1]), max(counts, key=lambda c: c[1])
-        if shortest[1] == longest[1]:
-            return None
-        flops = []
-        for part in ("forward", "backward"):
-            f, g = (Fraction(getattr(counted, part), batch * length) for batch, length, counted in (shortest, longest))
-            s, t = shortest[1], longest[1]
-            b = (g - f) / (t - s)
-            a = f - b * s
-            if any(batch * length * (a + b * length) != getattr(counted, part) for batch, length, counted in counts):
-                return None
-            flops.append(int(lengths[0] * lengths[1] * (a + b * lengths[1])))
-        return Counted(flops[0], flops[1], None)
+        flops.append(int(batch * length * (a + b * length)))
+    return Counted(flops[0], flops[1], None)
 
 
 def _batch_and_length(value: Any) -> tuple[int, int] | None:

@@ -30,7 +30,7 @@ def watch(
     convention     for counting FLOPs from a Hugging Face model's config, unless flops_per_token is given
     """
     watched = common.begin(name, lambda: {**_facts(accelerator), "convention": convention}, run)
-    with common.reporting(watched, "watch"):
+    with watched.recorder.reporting("watch"):
         _Loop(accelerator, watched, tokens, convention, run.get("flops_per_token"))
     return watched
 
@@ -77,14 +77,14 @@ class _Loop:
         return "training" if first or any(model.training for model in models) else "evaluation"
 
     def _step(self, *_: Any) -> None:
-        with common.reporting(self.run, "_step"):
+        with self.run.recorder.reporting("_step"):
             self._session.end()
             self._session.step()
 
     def batches(self, loader: Any, iterator: Iterator[Any]) -> Iterator[Any]:
         """Yield the batches of `iterator`. If `loader` is for training, count them."""
         training = False
-        with common.reporting(self.run, "batches"):
+        with self.run.recorder.reporting("batches"):
             training = self._role(loader) == "training"
         own = not common.dispatches(loader, self.run.world_size)
         try:
@@ -93,7 +93,7 @@ class _Loop:
                     self._take(loader if own else None, batch)
                 yield batch
         finally:
-            with common.reporting(self.run, "_ends"):
+            with self.run.recorder.reporting("_ends"):
                 if training:
                     self.run.end_of_batches()
                 else:
@@ -101,7 +101,7 @@ class _Loop:
 
     def _take(self, loader: Any, batch: Any) -> None:
         session = self._session
-        with common.reporting(self.run, "_take"):
+        with self.run.recorder.reporting("_take"):
             batches = [common.count(batch, self._tokens)] if loader is None else session.take(loader)
             session.consume(*([common.Batch()] if common.splits_sequences() else batches))
 
@@ -110,7 +110,7 @@ class _Loop:
         with self.run.activity("checkpoint_save"):
             where = save(*args, **kwargs)
             if position is not None and where is not None:
-                with common.reporting(self.run, "_write"):
+                with self.run.recorder.reporting("_write"):
                     (Path(where) / POSITION).write_text(json.dumps({"step": position}))
         if position is not None:
             self.run.checkpoint_committed(position)
@@ -119,7 +119,7 @@ class _Loop:
     def _load_state(self, load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with self.run.activity("checkpoint_restore"):
             answer = load(*args, **kwargs)
-            with common.reporting(self.run, "_restored"):
+            with self.run.recorder.reporting("_restored"):
                 self._restored(args[0] if args else kwargs.get("input_dir"))
         return answer
 
@@ -136,14 +136,14 @@ class _Loop:
             raise RuntimeError("the checkpoint has no step; call run.restored(step=...)")
 
     def _log(self, log: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with common.reporting(self.run, "_logged"):
+        with self.run.recorder.reporting("_logged"):
             common.report_logged(self.run, (args[0] if args else kwargs.get("values")) or {})
         return log(*args, **kwargs)
 
     def _end_training(self, end: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         global _watching
         answer = end(*args, **kwargs)
-        with common.reporting(self.run, "_finish"):
+        with self.run.recorder.reporting("_finish"):
             _watching = None
             self.detach()
             self._session.finish("completed")

@@ -5,8 +5,6 @@ Callbacks see a batch only on the device, where counting the tokens under an att
 counted while they are on the CPU. Tokens are absent without an integer `input_ids` (pass `tokens=`).
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import logging
@@ -15,7 +13,6 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -46,15 +43,6 @@ def framework(*modules: str) -> Any:
     raise ImportError(f"this needs {' or '.join(names)}, which is not installed: pip install {names[0]}")
 
 
-@contextmanager
-def reporting(run: Run, what: str) -> Iterator[None]:
-    """Report an exception inside the `with` statement to the run as one of `what`, and continue after it."""
-    try:
-        yield
-    except Exception as error:
-        run.recorder.failed(what, error)
-
-
 def guarded(method: _Method) -> _Method:
     """Return the callback's method with every exception caught, and reported to its run if there is one."""
 
@@ -66,6 +54,17 @@ def guarded(method: _Method) -> _Method:
             failed(self.run, method.__name__, error)
 
     return cast(_Method, guard)
+
+
+def during_run(method: Callable[..., None]) -> Callable[..., None]:
+    """Return the callback's method, guarded, and called with the session in front only while there is one."""
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> None:
+        if self._session is not None:
+            method(self, self._session, *args, **kwargs)
+
+    return guarded(call)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +124,7 @@ def report_logged(run: Run, values: Mapping[str, Any]) -> None:
 
 def log_metrics(run: Run, log: Callable[..., Any], metrics: Any, *args: Any, **kwargs: Any) -> Any:
     """Report loss and grad_norm among a logger's metrics, then return the result of the logger's method `log`."""
-    with reporting(run, getattr(log, "__name__", "log")):
+    with run.recorder.reporting(getattr(log, "__name__", "log")):
         report_logged(run, metrics)
     return log(metrics, *args, **kwargs)
 
@@ -147,7 +146,7 @@ class ReporterMixin:
     """Mixin of the callbacks that reports their errors, and leaves the run out of pickles and copies."""
 
     run: Run | None = None
-    _session: TrainingSession | None = None
+    _session: "TrainingSession | None" = None
 
     def _finish(self, status: str) -> None:
         session, self._session = self._session, None
@@ -182,7 +181,7 @@ class MethodWrapper:
         return getattr, (method.__self__, method.__name__)
 
 
-_watching: TrainingSession | None = None
+_watching: "TrainingSession | None" = None
 
 
 def _data(loader: Any) -> int:
@@ -201,7 +200,7 @@ def same_batches(loader: Any, first: Any) -> bool:
 
 
 class _WatchedIterator(Iterator[Any]):
-    def __init__(self, iterator: Iterator[Any], session: TrainingSession, fetched: deque[Batch]) -> None:
+    def __init__(self, iterator: Iterator[Any], session: "TrainingSession", fetched: deque[Batch]) -> None:
         self._iterator, self._session, self._fetched = iterator, session, fetched
 
     def __next__(self) -> Any:
@@ -276,7 +275,7 @@ class TrainingSession:
 
     def loop_begins(self, loader: Any) -> deque[Batch] | None:
         """Record that a loop over `loader` begins. Return a queue for its batches, None if not for training."""
-        with reporting(self.run, "loaders"):
+        with self.run.recorder.reporting("loaders"):
             if threading.get_ident() != self._thread:
                 return None
             role = self._role(loader)
@@ -293,7 +292,7 @@ class TrainingSession:
 
     def asks_for_batch(self) -> None:
         """Record that the loop begins to wait for a training batch."""
-        with reporting(self.run, "loaders"):
+        with self.run.recorder.reporting("loaders"):
             self.end()
             self.run.waiting_for_batch()
 
@@ -375,7 +374,7 @@ def watch(run: Run, model: Any) -> None:
     def first_forward(*_: Any) -> None:
         if compiler.is_compiling():
             return  # an empty hook costs a compiled model nothing; its waits stay unmeasured
-        with reporting(run, "watch"):
+        with run.recorder.reporting("watch"):
             handle.remove()
             # In PyTorch since 1.12, for its compiler, which must find the DDP model from inside.
             around = getattr(ddp, "_get_active_ddp_module", lambda: None)()

@@ -30,7 +30,7 @@ def watch(
     convention       for counting FLOPs from a Hugging Face model's config, unless flops_per_token is given
     """
     watched = common.begin(name, lambda: {**_facts(engine), "convention": convention}, run)
-    with common.reporting(watched, "watch"):
+    with watched.recorder.reporting("watch"):
         # An engine is a module, whose mode shows the purpose of the loaded batches.
         roles = {True: "training", False: "evaluation"}
         session = common.TrainingSession(watched, tokens=tokens, role=lambda _: roles[engine.module.training])
@@ -57,7 +57,7 @@ def steps(session: common.TrainingSession, engine: Any, tokens_per_step: int | N
     def step(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         nonlocal updates
         answer = method(*args, **kwargs)
-        with common.reporting(run, "look"):
+        with run.recorder.reporting("look"):
             before, updates = updates, engine.global_steps
             if updates <= before:
                 return answer

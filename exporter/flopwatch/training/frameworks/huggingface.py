@@ -7,7 +7,6 @@ a save when the trainer's control announces it.
 """
 
 import functools
-from collections.abc import Mapping
 from typing import Any
 
 from flopwatch.training import Run
@@ -56,81 +55,70 @@ class FlopwatchCallback(common.ReporterMixin, _transformers.TrainerCallback):  #
             self._session.count_flops(model, given=self._arguments.get("flops_per_token"), convention=self._convention)
         common.watch(run, model)
 
-    @common.guarded
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    @common.during_run
+    def on_step_begin(self, session: common.TrainingSession, *_: Any, **__: Any) -> None:
         """End the open activity, since the step's batches have arrived."""
-        if self._session is not None:
-            self._session.end()
+        session.end()
 
-    @common.guarded
-    def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    @common.during_run
+    def on_substep_end(self, session: common.TrainingSession, *_: Any, **__: Any) -> None:
         """Add a micro-batch to the open step."""
-        if self._session is not None:
-            self._session.consume(*self._batches(self._session))
+        self._consume(session)
 
-    def _batches(self, session: common.TrainingSession) -> list[common.Batch]:
+    def _consume(self, session: common.TrainingSession) -> None:
         batches = session.take()
-        return batches if self._counts else [common.Batch()]
+        session.consume(*(batches if self._counts else [common.Batch()]))
 
-    @common.guarded
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    @common.during_run
+    def on_step_end(self, session: common.TrainingSession, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Record a step with its batches, and begin a checkpoint save if one follows."""
-        session = self._session
-        if session is None:
-            return
-        session.consume(*self._batches(session))
+        self._consume(session)
         # The trainer adds up the tokens seen on all ranks, and each rank of a replica counts the same tokens.
         seen, self._tokens_seen = state.num_input_tokens_seen - self._tokens_seen, state.num_input_tokens_seen
         session.step(seen / args.world_size if seen > 0 else None)
-        self._before_saving(args, control)
+        self._before_saving(session, args, control)
 
-    def _before_saving(self, args: Any, control: Any, evaluated: bool = False) -> None:
+    def _before_saving(self, session: common.TrainingSession, args: Any, control: Any, evaluated: bool = False) -> None:
         by_metric = evaluated and str(getattr(args.save_strategy, "value", args.save_strategy)) == "best"
         saves = (control.should_save or by_metric) and (evaluated or not control.should_evaluate)
-        if self._session is not None and saves:
-            self._session.begin("checkpoint_save")
+        if saves:
+            session.begin("checkpoint_save")
 
-    @common.guarded
-    def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **_: Any) -> None:
+    @common.during_run
+    def on_log(self, session: common.TrainingSession, *_: Any, logs: Any = None, **__: Any) -> None:
         """Report the logged loss and grad_norm as the last step's."""
-        if self._session is not None and logs is not None:
-            common.report_logged(self._session.run, {n: logs[n] for n in ("loss", "grad_norm") if n in logs})
+        if logs is not None:
+            common.report_logged(session.run, {n: logs[n] for n in ("loss", "grad_norm") if n in logs})
 
-    @common.guarded
-    def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    @common.during_run
+    def on_prediction_step(self, session: common.TrainingSession, *_: Any, **__: Any) -> None:
         """Begin an evaluation, unless the first batch of its loader has begun it."""
-        if self._session is not None:
-            self._session.begin("evaluation")
+        session.begin("evaluation")
 
-    @common.guarded
-    def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    @common.during_run
+    def on_evaluate(self, session: common.TrainingSession, args: Any, state: Any, control: Any, **_: Any) -> None:
         """End an evaluation, and begin a checkpoint save if one follows."""
-        if self._session is not None:
-            self._session.end("evaluation")
-            self._before_saving(args, control, evaluated=True)
+        session.end("evaluation")
+        self._before_saving(session, args, control, evaluated=True)
 
-    @common.guarded
-    def on_predict(self, args: Any, state: Any, control: Any, *_: Any, **__: Any) -> None:
+    @common.during_run
+    def on_predict(self, session: common.TrainingSession, *_: Any, **__: Any) -> None:
         """End a prediction, which counts as evaluation."""
-        if self._session is not None:
-            self._session.end("evaluation")
+        session.end("evaluation")
 
-    @common.guarded
-    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    @common.during_run
+    def on_save(self, session: common.TrainingSession, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Record the checkpoint as durable on the main process, which writes last. Weights alone do not count."""
-        if self._session is None or self.run is None:
-            return
-        self._session.end("checkpoint_save")
+        session.end("checkpoint_save")
         if state.is_world_process_zero and not getattr(args, "save_only_model", False):
-            self.run.checkpoint_committed(state.global_step)
+            session.run.checkpoint_committed(state.global_step)
 
-    @common.guarded
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    @common.during_run
+    def on_epoch_end(self, session: common.TrainingSession, args: Any, state: Any, control: Any, **_: Any) -> None:
         """End the loop over batches. An evaluation or a save of the epoch may follow."""
-        if self._session is not None:
-            self._session.end()
-            self._session.run.end_of_batches()
-            self._before_saving(args, control)
+        session.end()
+        session.run.end_of_batches()
+        self._before_saving(session, args, control)
 
     @common.guarded
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:

@@ -53,28 +53,23 @@ class FlopwatchCallback(common.ReporterMixin, _lightning.Callback):  # type: ign
         for logger in trainer.loggers[:1]:
             common.MethodWrapper(logger, "log_metrics", functools.partial(common.log_metrics, run))
 
-    @common.guarded
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+    @common.during_run
+    def on_train_start(self, session: common.TrainingSession, trainer: Any, pl_module: Any) -> None:
         """Report the position that a checkpoint restored, and watch the model."""
         self._global_step = trainer.global_step
-        if self.run is None or self._session is None:
-            return
-        self._session.end()
+        session.end()
         restored, self._restored = self._restored, None
         if restored is not None:
-            self.run.restored(restored["step"], restored["tokens"])
+            session.run.restored(restored["step"], restored["tokens"])
             self._tokens_position = restored["tokens"]
         elif trainer.global_step:
-            self.run.restored(trainer.global_step)
+            session.run.restored(trainer.global_step)
             self._tokens_position = None
-        self.run.watch(trainer.strategy.model)
+        session.run.watch(trainer.strategy.model)
 
-    @common.guarded
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    @common.during_run
+    def on_train_batch_end(self, session: common.TrainingSession, trainer: Any, *_: Any) -> None:
         """Add the batch to the open step, and record the step if trainer.global_step rose."""
-        session = self._session
-        if session is None:
-            return
         session.consume(*session.take())
         if trainer.global_step > self._global_step:
             self._global_step = trainer.global_step
@@ -82,23 +77,20 @@ class FlopwatchCallback(common.ReporterMixin, _lightning.Callback):  # type: ign
             before = self._tokens_position
             self._tokens_position = None if tokens is None or before is None else before + tokens
 
-    @common.guarded
-    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+    @common.during_run
+    def on_validation_start(self, session: common.TrainingSession, *_: Any) -> None:
         """Begin an evaluation, unless the first batch of its loader has begun it."""
-        if self._session is not None:
-            self._session.begin("evaluation")
+        session.begin("evaluation")
 
-    @common.guarded
-    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+    @common.during_run
+    def on_validation_end(self, session: common.TrainingSession, *_: Any) -> None:
         """End an evaluation."""
-        if self._session is not None:
-            self._session.end("evaluation")
+        session.end("evaluation")
 
-    @common.guarded
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+    @common.during_run
+    def on_train_epoch_end(self, session: common.TrainingSession, *_: Any) -> None:
         """End the epoch's loop over batches."""
-        if self._session is not None:
-            self._session.run.end_of_batches()
+        session.run.end_of_batches()
 
     @common.guarded
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
@@ -134,7 +126,7 @@ def _save(
 ) -> Any:
     """Save a checkpoint by calling `save`, record its time, and report its step as durable once it is on disk."""
     step, later = run.position, False
-    with common.reporting(run, "save_checkpoint"):
+    with run.recorder.reporting("save_checkpoint"):
         later = _writes_in_background(run, trainer, saved)
     with run.activity("checkpoint_save"):
         if later and trainer.is_global_zero and step is not None:

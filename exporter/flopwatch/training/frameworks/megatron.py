@@ -35,13 +35,11 @@ def _replicas(args: Any) -> int:
 
 def step(args: Any, samples: int, flops: float, tokens: float | None = None) -> None:
     """Record an iteration with the samples, FLOPs and, needed only if samples are packed, tokens of all ranks."""
-    try:
-        if run is not None:
+    if run is not None:
+        with run.recorder.reporting("step"):
             replicas = _replicas(args)
             tokens = samples * args.seq_length if tokens is None else tokens
             run.step(global_tokens=tokens, flops=flops / replicas, samples=samples / replicas)
-    except Exception as error:
-        common.failed(run, "step", error)
 
 
 def enter(activity: str) -> None:

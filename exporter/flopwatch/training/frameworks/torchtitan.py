@@ -118,13 +118,13 @@ def _save(
     """Call torchtitan's `save`, and record the checkpoint once it is written, unless it has only weights."""
     before = getattr(checkpointer, "save_future", None)
     saves = False
-    with common.reporting(run, "checkpoint"):
+    with run.recorder.reporting("checkpoint"):
         saves = bool(checkpointer._should_save(step, last_step))
     if not saves:
         return save(step, last_step, **kwargs)
     with run.activity("checkpoint_save"):
         saved = save(step, last_step, **kwargs)
-    with common.reporting(run, "checkpoint"):
+    with run.recorder.reporting("checkpoint"):
         if saved and not (last_step and checkpointer.last_save_model_only):  # a run cannot resume from weights alone
             future = checkpointer.save_future
             if future is None or future is before:

@@ -40,8 +40,7 @@ def settle(
 ) -> RankIdentity:
     """Return the identity of this process. Arguments from `name` on take precedence, unless they are "" or None.
 
-    `started` is the process's start as Unix time. `agree(attempt, rank, started)` returns the attempt's name that all
-    ranks share, through the job's store, or None.
+    `started` is its start as Unix time. `agree(attempt, rank, started)` returns the name for all ranks, or None.
     """
     own_rank, own_size, one_node = launch.rank, launch.world_size, launch.one_node
     # Looked up, not imported: a process that uses torch.distributed has imported it.

@@ -9,7 +9,7 @@ context parallel. Inconsistent sizes are refused, since a wrong size makes a wro
 import math
 import operator
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -59,7 +59,9 @@ def parallel(given: object, world_size: int) -> Parallel:
     elif hasattr(given, "mesh_dim_names"):
         groups = _mesh(given, world_size)
     elif hasattr(given, "get_data_parallel_rank"):
-        groups = _megatron(given)
+        groups = {
+            kind: (int(getattr(given, f"get_{name}_rank")()), ranks) for kind, name, ranks in _megatron_groups(given)
+        }
     else:
         raise ValueError(
             f"parallel= takes a mapping such as {{'tp': (rank, size)}} or {{'tp': group}}, a torch DeviceMesh or "
@@ -78,15 +80,8 @@ def process_groups(given: object) -> list[tuple[str, Any]]:
     if (names := getattr(given, "mesh_dim_names", None)) is not None:
         mesh: Any = given
         return [(DIMENSIONS[name], mesh.get_group(name)) for name in names if name in DIMENSIONS]
-    found = []
-    for kind, middles in _MEGATRON.items():
-        for middle in middles:
-            get = getattr(given, f"get_{middle}_group", None)
-            # Megatron returns 0 ranks for a group that was not made.
-            if get is not None and int(getattr(given, f"get_{middle}_world_size")()) > 0:
-                found.append((kind, get()))
-                break
-    return found
+    groups = ((kind, getattr(given, f"get_{name}_group", None)) for kind, name, _ in _megatron_groups(given))
+    return [(kind, get()) for kind, get in groups if get is not None]
 
 
 def _is_group(given: object) -> bool:
@@ -158,14 +153,10 @@ def _mesh(mesh: Any, world_size: int) -> dict[str, Coordinate]:
     return groups
 
 
-def _megatron(state: Any) -> dict[str, Coordinate]:
-    groups = {}
+def _megatron_groups(state: Any) -> Iterator[tuple[str, str, int]]:
+    """Yield the kind, the middle of the methods' names, and the number of ranks of each of Megatron's groups."""
     for kind, names in _MEGATRON.items():
-        for name in names:
-            rank, size = (getattr(state, f"get_{name}_{what}", None) for what in ("rank", "world_size"))
-            if rank is not None and size is not None:
-                # Megatron returns 0 ranks for a group that was not made.
-                if (ranks := int(size())) > 0:
-                    groups[kind] = int(rank()), ranks
-                break
-    return groups
+        name = next((name for name in names if hasattr(state, f"get_{name}_world_size")), None)
+        # Megatron returns 0 ranks for a group that was not made.
+        if name is not None and (ranks := int(getattr(state, f"get_{name}_world_size")())) > 0:
+            yield kind, name, ranks

@@ -1,11 +1,13 @@
-"""Stacks of a rank's threads on demand: `flopwatch stacks PID` requests them, and the push thread answers.
+"""Stacks of a rank's threads on demand, which the push thread takes.
 
-The request is an empty file `<host>-<pid>.request` in FLOPWATCH_STACK_DIR or a private folder, and the answer is a file
-next to it. A rank blocked in a collective can answer, because the collective releases the interpreter's lock. Only
+`flopwatch stacks PID` requests them with an empty file `<host>-<pid>.request` in FLOPWATCH_STACK_DIR or a private
+folder, and the answer is a file next to it. The ledger requests them in the answer to a push. A rank blocked in a
+collective can answer, because the collective releases the interpreter's lock. Only
 Python frames are shown (docs/stragglers.md).
 """
 
 import logging
+import math
 import os
 import socket
 import stat
@@ -13,10 +15,18 @@ import sys
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from flopwatch.catalogue.stacks import MAX_STACKS
+from flopwatch.training.process.stuck_frames import own_line
+
 log = logging.getLogger("flopwatch")
+
+_CUT = "  ..."
+SAMPLES, LINES = 80, 10  # of the training thread, and lines that are shown
+MIN_SECONDS, MAX_SECONDS = 4.0, 10.0  # of samples: two steps, but within the time in which a push is expected
 
 
 def folder(environ: Mapping[str, str], user: int) -> Path:
@@ -91,11 +101,44 @@ def _write(path: Path, text: str) -> None:
         file.write(text)
 
 
-def _stacks() -> Iterator[str]:
-    """Yield a line per thread and frame, the innermost last, without source lines, because their disk may hang."""
-    threads = {thread.ident: thread for thread in threading.enumerate()}
-    for ident, frame in sys._current_frames().items():
-        thread = threads.get(ident)
-        yield f"\nthread {ident}" if thread is None else f"\nthread {thread.name} ({thread.native_id})"
-        for at, line in reversed(list(traceback.walk_stack(frame))):
-            yield f'  File "{at.f_code.co_filename}", line {line}, in {at.f_code.co_name}'
+def samples(thread: int | None, step_seconds: float, stopped: Callable[[], bool]) -> str:
+    """Return the lines of the job's own code at which `thread` (None: the main thread) is, by share of samples.
+
+    A slow rank runs, so that a single stack of it shows little. Returns early once `stopped()`.
+    """
+    seconds, found = min(max(MIN_SECONDS, 2 * step_seconds), MAX_SECONDS), Counter[str]()
+    name, ident = ("training", thread) if thread is not None else ("main", threading.main_thread().ident or 0)
+    deadline = time.monotonic() + seconds
+    while not stopped() and (taken := found.total()) < SAMPLES and time.monotonic() < deadline:
+        found[own_line(sys._current_frames().get(ident))] += 1
+        time.sleep(seconds / SAMPLES * (0.5 + 0.618 * taken % 1))  # uneven, unlike the phases of a loop
+    shares = [f"  {count / found.total():4.0%} {line}" for line, count in found.most_common(LINES)]
+    return "\n".join([f"{name} thread in {found.total()} samples", *shares])
+
+
+def text(below: str = "", above: str = "") -> str:
+    """Return stacks between two texts in at most MAX_STACKS characters. Outer frames and last threads may be cut."""
+    stacks = "\n".join(_stacks(MAX_STACKS - len(_CUT) - len(above) - len(below) - 4)).lstrip()
+    lines = "\n\n".join(part for part in (above, stacks, below) if part)
+    return "".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in lines)[:MAX_STACKS]
+
+
+def _stacks(room: float = math.inf) -> Iterator[str]:
+    """Yield a line per thread and frame, in `room` characters, the main thread first and the innermost frame last.
+
+    There are no source lines, because their disk may hang.
+    """
+    threads, main = {thread.ident: thread for thread in threading.enumerate()}, threading.main_thread().ident
+    for ident, frame in sorted(sys._current_frames().items(), key=lambda pair: pair[0] != main):
+        if ident == threading.get_ident() != main:
+            continue  # the push thread, which is here
+        thread, frames = threads.get(ident), list[str]()
+        title = f"\nthread {ident}" if thread is None else f"\nthread {thread.name} ({thread.native_id})"
+        room -= len(title) + 1
+        for at, line in traceback.walk_stack(frame):
+            frames.append(f'  File "{at.f_code.co_filename}", line {line}, in {at.f_code.co_name}')
+            room -= len(frames[-1]) + 1
+            if room < 0:
+                yield from (title, _CUT, *reversed(frames[:-1]))
+                return
+        yield from (title, *reversed(frames))

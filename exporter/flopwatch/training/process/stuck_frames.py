@@ -4,6 +4,7 @@ In a hang most ranks wait at one line, and the rank that they wait for is often 
 still moves. Its line is therefore the innermost one that it did not leave for 30 to 60 s, so that the series is stable.
 """
 
+import functools
 import sys
 import sysconfig
 import threading
@@ -20,6 +21,7 @@ MAX_DEPTH = 200  # lines, the outermost
 MAX_TEXT = 128  # characters
 
 _Line = tuple[str, str, int]  # file, function and line; 0 for one that changes
+_OWN, _PACKAGE, _LIBRARY, _TORCH = range(4)  # kinds of files, in order of preference
 _STANDARD = tuple(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib"))
 _OURS = f"{Path(__file__).parents[2]}/"
 # Code that was generated at run time, under meaningless names that differ between ranks.
@@ -76,22 +78,25 @@ def _lines(frame: FrameType) -> list[_Line]:
 
 def _text(lines: list[_Line]) -> str | None:
     """Return as a label the innermost line of the job's own code, else of an installed package other than torch."""
-    torch = (*(f"{folder}/" for folder in getattr(sys.modules.get("torch"), "__path__", ())), _OURS)
-    lines = [line for line in lines if line[0] and not line[0].startswith(torch)]
-    packages = [line for line in lines if _packaged(line[0])]
-    own = [line for line in lines if not _is_library(line[0])]
-    if not lines:
+    file, function, number = min(reversed(lines), key=lambda line: _kind(line[0]), default=("", "", 0))
+    if _kind(file) == _TORCH:
         return None
-    file, function, number = (own or packages or lines)[-1]
     text = Path(file).name + (f":{number}" if number else "") + (f" in {function}" if function != "<module>" else "")
     return "".join(letter if letter.isprintable() else "?" for letter in text)[:MAX_TEXT]
 
 
-def _is_library(file: str) -> bool:
-    """Return whether a file is of Python, a package or generated code. IPython's cells are the job's own."""
+def own_line(frame: FrameType | None) -> str:
+    """Return this line of a running thread, empty without one. Keep no frame, because it keeps GPU memory alive."""
+    return "" if frame is None else _text(_lines(frame)) or ""
+
+
+@functools.lru_cache(1024)
+def _kind(file: str) -> int:
+    """Return the kind of a file. IPython's cells are the job's own, other generated code is a library."""
+    torch = (*(f"{folder}/" for folder in getattr(sys.modules.get("torch"), "__path__", ())), _OURS)
+    if not file or file.startswith(torch):
+        return _TORCH
+    if "/site-packages/" in file or "/dist-packages/" in file:
+        return _PACKAGE
     generated = any(made in file for made in _MADE) or (file.startswith("<") and not file.startswith("<ipython"))
-    return generated or file.startswith(_STANDARD) or _packaged(file)
-
-
-def _packaged(file: str) -> bool:
-    return "/site-packages/" in file or "/dist-packages/" in file
+    return _LIBRARY if generated or file.startswith(_STANDARD) else _OWN

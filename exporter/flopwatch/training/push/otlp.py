@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from google.protobuf.message import DecodeError
@@ -36,6 +37,7 @@ from opentelemetry.sdk.resources import Resource
 
 from flopwatch import __version__
 from flopwatch.catalogue import TRAINING_STEP_DURATION_SECONDS, Metric, all_metrics
+from flopwatch.catalogue.stacks import SEND_STACKS
 from flopwatch.training.recorder import Snapshot
 
 SCOPE = "flopwatch.training"
@@ -43,6 +45,7 @@ SCOPE = "flopwatch.training"
 RESOURCE = Resource({"service.name": "flopwatch"})
 PROTOBUF = "application/x-protobuf"
 TIMEOUT = 2.0  # seconds, for the connection and for each read or write
+GZIP_FROM = 8192  # bytes of a push, which are few packets: it costs both processes more to compress than to send them
 
 
 class Undelivered(Exception):
@@ -80,6 +83,7 @@ class Wire:
         if ca_file is not None and not secure:
             raise ValueError(f"FLOPWATCH_CA_FILE is for https, and the endpoint is {endpoint!r}; nothing is pushed")
         self._connect = _connect(host, port, secure, ca_file)
+        self._kept: http.client.HTTPConnection | None = None
         self._path = parts.path.rstrip("/").removesuffix("/v1/metrics") + "/v1/metrics"
         self.url = f"{parts.scheme}://{f'[{host}]' if ':' in host else host}:{port}{self._path}"
         self._headers = _headers(headers, "FLOPWATCH_HEADERS")
@@ -136,9 +140,11 @@ class Wire:
                 point.start_time_unix_nano, point.time_unix_nano = self._start, now
         return bytes(request.SerializeToString())
 
-    def send(self, body: bytes) -> None:
-        """Post one encoded snapshot. Raises Undelivered."""
-        headers = {**self._headers, "Content-Type": PROTOBUF, "Content-Encoding": "gzip"}
+    def send(self, body: bytes) -> bool:
+        """Post one encoded snapshot, and return whether the answer requests stacks. Raises Undelivered."""
+        headers = {**self._headers, "Content-Type": PROTOBUF}
+        if len(body) >= GZIP_FROM:
+            headers["Content-Encoding"], body = "gzip", gzip.compress(body, 1)
         try:
             if self._headers_file is not None:
                 headers |= _headers(self._headers_file.read_text().replace("\n", ","), "FLOPWATCH_HEADERS_FILE")
@@ -146,28 +152,46 @@ class Wire:
                 headers["Authorization"] = f"Bearer {self._token_file.read_text().strip()}"
         except (OSError, ValueError) as error:
             raise Undelivered(f"cannot read the token or the headers: {error}") from error
-        try:
-            connection = self._connect()
-        except OSError as error:
-            raise Undelivered(f"cannot use the CA file: {error}") from error
-        try:
-            connection.request("POST", self._path, gzip.compress(body, 1), headers)
-            response = connection.getresponse()
-            answer = response.read(65536)
-        except (OSError, http.client.HTTPException) as error:
-            raise Undelivered(f"no answer: {error!r}") from error
-        finally:
-            connection.close()
+        response, answer = self._post(body, headers)
         if not 200 <= response.status < 300:
             raise Undelivered(f"the answer is {response.status}: {answer[:200].decode(errors='replace')}")
         if response.getheader("Content-Type") != PROTOBUF:
-            return  # accepted, with a response that is not protobuf
+            return False  # accepted, with a response that is not protobuf
         try:
             partial = service.ExportMetricsServiceResponse.FromString(answer).partial_success
         except DecodeError as error:
             raise Undelivered(f"the answer is not an OTLP response: {error}") from error
         if partial.rejected_data_points:
             raise Undelivered(f"{partial.rejected_data_points} points were refused: {partial.error_message}")
+        return bool(partial.error_message == SEND_STACKS)
+
+    def _post(self, body: bytes, headers: dict[str, str]) -> tuple[http.client.HTTPResponse, bytes]:
+        """Return the response and its first bytes. The connection is kept until either side closes it."""
+        kept, self._kept = self._kept, None
+        try:
+            connection = self._connect() if kept is None else kept
+        except OSError as error:
+            raise Undelivered(f"cannot use the CA file: {error}") from error
+        try:
+            connection.request("POST", self._path, body, headers)
+            response = connection.getresponse()
+            answer = response.read(65536)
+        except (OSError, http.client.HTTPException) as error:
+            connection.close()
+            if kept is not None and not isinstance(error, TimeoutError):  # closed by the server since the last push
+                return self._post(body, headers)
+            raise Undelivered(f"no answer: {error!r}") from error
+        if connection.sock is not None and response.isclosed():
+            self._kept = connection
+        else:
+            connection.close()
+        return response, answer
+
+    def close(self) -> None:
+        """Close the kept connection. The next push opens another one."""
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            kept.close()
 
 
 def _connect(host: str, port: int, secure: bool, ca_file: Path | None) -> Callable[[], http.client.HTTPConnection]:
@@ -190,13 +214,6 @@ def _headers(text: str, variable: str) -> dict[str, str]:
     return {name.strip(): unquote(value.strip()) for name, _, value in pairs}
 
 
-def _attributes(values: Mapping[str, str | int | float]) -> list[KeyValue]:
-    attributes = []
-    for key, value in values.items():
-        if isinstance(value, str):
-            attributes.append(KeyValue(key=key, value=AnyValue(string_value=value)))
-        elif isinstance(value, int):
-            attributes.append(KeyValue(key=key, value=AnyValue(int_value=value)))
-        else:
-            attributes.append(KeyValue(key=key, value=AnyValue(double_value=value)))
-    return attributes
+def _attributes(values: Mapping[str, Any]) -> list[KeyValue]:
+    kinds = {str: "string_value", int: "int_value", float: "double_value"}
+    return [KeyValue(key=key, value=AnyValue(**{kinds[type(value)]: value})) for key, value in values.items()]

@@ -11,10 +11,12 @@ import math
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 
+from flopwatch.training.process import flight_recorder, stacks
 from flopwatch.training.push.otlp import Undelivered, Wire
 from flopwatch.training.recorder import Snapshot
 
@@ -34,9 +36,10 @@ class Pusher:
         snapshot: Callable[[], Snapshot],
         finish: Callable[[str], None],
         failed: Callable[[Exception], None],
+        host: str,
     ) -> None:
         self._wire = wire
-        self._interval = interval
+        self._interval, self._phase = interval, zlib.crc32(host.encode(errors="replace")) / 2**32
         self._snapshot = snapshot
         self._finish = finish
         self._failed = failed
@@ -77,23 +80,37 @@ class Pusher:
         try:
             self._push()
         finally:
+            self._wire.close()
             self._done = True
             self._ended.put(None)
 
+    def _pause(self) -> float:
+        """Return the seconds until all ranks of this host push: 0.1 to 1.1 intervals, whatever the wall clock does."""
+        # At once, all ranks wake the exporter only one time, and they disturb only one step.
+        return min(threading.TIMEOUT_MAX, self._interval * (1.1 - (time.time() / self._interval + self._phase) % 1))
+
     def _push(self) -> None:
-        delivered, known = True, False
-        deadline = math.inf
+        delivered, known, deadline = True, False, math.inf
+        asked: Snapshot | None = None  # the previous one, if the answer to it requests stacks
         while True:
             stopping, last = self._stopping, self._last
+            answers, asked = asked if last is None else None, None
             if stopping and last is None:
                 return
             if stopping:
                 deadline = min(deadline, time.monotonic() + LAST_PUSH)
             try:
+                if last is not None:
+                    self._wire.close()  # a dead one would take all the time that is left
+                lines = stacks.samples(*answers.running, lambda: self._stopping) if answers and answers.running else ""
                 snapshot = self._snapshot() if last is None else last
                 if self._stopping and not stopping:
                     continue  # stop() has an earlier snapshot, whose counters may be lower
-                self._wire.send(self._wire.encode(snapshot))
+                if answers:
+                    # The recorder holds the interpreter's lock, which would slow a rank that makes steps.
+                    operations = "" if answers.running else flight_recorder.text()
+                    snapshot.resource["flopwatch.stacks"] = stacks.text(operations, lines)
+                asked = snapshot if self._wire.send(self._wire.encode(snapshot)) and not answers else None
                 if not delivered:
                     log.warning("pushing to %s works again; nothing counted was lost", self._wire.url)
                 delivered = known = True
@@ -106,7 +123,7 @@ class Pusher:
                 self._failed(error)
             if not stopping:
                 with suppress(Empty):
-                    self._wake.get(timeout=self._interval)
+                    self._wake.get(timeout=0 if asked else self._pause())
             elif delivered or not known or time.monotonic() > deadline:
                 return
             else:

@@ -7,9 +7,9 @@ import time
 from flopwatch import catalogue as m
 from flopwatch.catalogue import Metric
 from flopwatch.catalogue.ranks import all_ranks_text
-from flopwatch.training.process import launcher
+from flopwatch.training.process import flight_recorder, launcher
 from flopwatch.training.process.parallel import Parallel
-from flopwatch.training.process.stuck_frames import StuckFrames
+from flopwatch.training.process.stuck_frames import AFTER, AFTER_STEPS, StuckFrames
 from flopwatch.training.recorder import Recorder, Snapshot
 from flopwatch.training.run_info import RunInfo
 from flopwatch.training.totals import DURATION_BOUNDS, Totals
@@ -58,7 +58,9 @@ class Snapshots:
             if not last and (frame := self._stuck_frame(totals, now)) is not None:
                 points[m.TRAINING_STUCK_FRAME_INFO] = [({"at": frame}, 1.0)]
             durations = (DURATION_BOUNDS, totals.durations.copy(), totals.duration_sum) if recorder.rank == 0 else None
-            return Snapshot(self._resource(totals, now), points, durations)
+            since, running = totals.last_step, (totals.loop_thread, totals.step_seconds)
+            runs = since is not None and now - since <= max(AFTER, AFTER_STEPS * totals.step_seconds)
+            return Snapshot(self._resource(totals, now), points, durations, running if runs else None)
 
     def _stuck_frame(self, totals: Totals, now: float) -> str | None:
         try:
@@ -73,7 +75,10 @@ class Snapshots:
         facts |= {"attempt": own.attempt, "rank": own.rank, "host": info.host}
         facts |= {"pid": process.pid, "pid_namespace": process.pid_namespace, "start_unix": info.start_unix}
         facts |= {"pid_start_ticks": process.start_ticks, "submitted_unix": info.submitted_at}
-        facts["restored_step"] = totals.restored_step
+        facts |= {
+            "restored_step": totals.restored_step,
+            "flight_recorder": flight_recorder.status(info.environ) or None,
+        }
         facts |= {"open_step_seconds": totals.timeline.open_step_seconds(now), "gpu_uuid": info.gpu_uuid}
         return {f"flopwatch.{name}": value for name, value in facts.items() if value is not None}
 
@@ -87,7 +92,7 @@ class Snapshots:
             points[metric] = [(dict(labels), value) for labels, value in samples.items()]
         for (metric, labels), value in tuple(recorder.gauges.items()):
             points.setdefault(metric, []).append((dict(labels), value))
-        if {ranks for _, ranks in totals.group_waits} - {all_ranks_text(recorder.world_size)}:
+        if {ranks for _, ranks in totals.group_waits} - {all_ranks_text(recorder.totals.world_size)}:
             points[m.TRAINING_GROUP_WAIT_SECONDS_TOTAL] = [
                 ({"group": kind, "ranks": ranks}, seconds) for (kind, ranks), seconds in totals.group_waits.items()
             ]
@@ -99,7 +104,9 @@ class Snapshots:
         points[m.TRAINING_MFU_UNAVAILABLE] = [({"reason": r}, 1.0) for r in reasons if r is not None]
         if recorder.no_wait_because is not None and not totals.measures_wait:
             points[m.TRAINING_COLLECTIVE_WAIT_UNAVAILABLE] = [({"reason": recorder.no_wait_because}, 1.0)]
-        points[m.TRAINING_RANK_INFO] = [(self._rank_labels(), 1.0)]
+        own = {"host": info.host, "uuid": info.gpu_uuid, "local_rank": str(info.identity.local_rank)}
+        own |= {"attempt": info.identity.attempt, **(recorder.parallel or Parallel()).labels()}
+        points[m.TRAINING_RANK_INFO] = [(own, 1.0)]
         if recorder.rank == 0:
             points[m.TRAINING_RUN_INFO] = [(self._run_labels(totals.convention), 1.0)]
             percentiles = totals.percentiles().items()
@@ -145,8 +152,9 @@ class Snapshots:
             m.TRAINING_COLLECTIVE_WAIT_SECONDS_TOTAL: totals.wait if totals.measures_wait else None,
             m.TRAINING_MEASURED_STEP_SECONDS_TOTAL: totals.measured_seconds if measures else None,
             m.TRAINING_MEASURED_STEPS_TOTAL: totals.measured_steps if measures else None,
+            m.TRAINING_COMPUTING_SQUARE_SECONDS_TOTAL: totals.computing_squares if totals.measures_wait else None,
             m.TRAINING_MEASURED_TOKENS_TOTAL: totals.measured_tokens if weighs_waits else None,
-            m.TRAINING_WORLD_SIZE: recorder.world_size if recorder.rank == 0 else None,
+            m.TRAINING_WORLD_SIZE: recorder.totals.world_size if recorder.rank == 0 else None,
             m.TRAINING_SAMPLED_EVERY_STEPS: recorder.measure_every if measures and recorder.rank == 0 else None,
         }
         if self._reports_loss():
@@ -161,11 +169,6 @@ class Snapshots:
             return self._recorder.rank == 0
         others = (place.dp, place.tp, place.cp)
         return place.pp[0] == place.pp[1] - 1 and not any(group and group[0] for group in others)
-
-    def _rank_labels(self) -> dict[str, str]:
-        info, place = self._info, self._recorder.parallel or Parallel()
-        own = {"local_rank": str(info.identity.local_rank), "attempt": info.identity.attempt}
-        return {"host": info.host, "uuid": info.gpu_uuid, **own, **place.labels()}
 
     def _run_labels(self, convention: str) -> dict[str, str]:
         info, recorder = self._info, self._recorder

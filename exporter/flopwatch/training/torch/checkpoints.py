@@ -51,19 +51,19 @@ class Checkpoints:
     def install(self) -> None:
         """Replace PyTorch's functions that save and load, also in modules that are imported later."""
         self.installed = True
-        self._replace("save", self._saving, torch, torch.serialization)
-        self._replace("load", self._loading, torch, torch.serialization)
-        for module, name, around in (
-            (_SAVERS, "save", self._saving_all),
-            (_SAVERS, "save_state_dict", self._saving_all),
-            (_SAVERS, "async_save", functools.partial(self._saving_all, later=True)),
-            (_LOADERS, "load", self._loading_all),
-            (_LOADERS, "load_state_dict", self._loading_all),
-            ("safetensors.torch", "save_file", self._saving),
-            ("safetensors.torch", "load_file", self._loading),
+        self._replace("save", self._save_begins, "torch", "torch.serialization")
+        self._replace("load", self._load_begins, "torch", "torch.serialization")
+        for module, name, begins in (
+            (_SAVERS, "save", functools.partial(self._save_all_begins, False)),
+            (_SAVERS, "save_state_dict", functools.partial(self._save_all_begins, False)),
+            (_SAVERS, "async_save", functools.partial(self._save_all_begins, True)),
+            (_LOADERS, "load", self._load_all_begins),
+            (_LOADERS, "load_state_dict", self._load_all_begins),
+            ("safetensors.torch", "save_file", self._save_begins),
+            ("safetensors.torch", "load_file", self._load_begins),
         ):
-            owners = (module, "torch.distributed.checkpoint")
-            when_imported(module, functools.partial(self._replace_in, name, around, owners))
+            replace = functools.partial(self._replace, name, begins, module, "torch.distributed.checkpoint")
+            when_imported(module, replace)
 
     def uninstall(self) -> None:
         """Restore the replaced functions, except those that other code has replaced since."""
@@ -98,49 +98,28 @@ class Checkpoints:
         if self.recorder is not None:
             self.recorder.committed(step)
 
-    def _replace_in(self, name: str, around: Callable[[Any], Any], modules: tuple[str, ...]) -> None:
-        self._replace(name, around, *(sys.modules[module] for module in modules if module in sys.modules))
-
-    def _replace(self, name: str, around: Callable[[Any], Any], *owners: Any) -> None:
+    def _replace(self, name: str, begins: Callable[..., _End | None], *modules: str) -> None:
+        owners = [sys.modules[module] for module in modules if module in sys.modules]
         original = getattr(owners[0], name, None)
         if original is None or not self.installed:
             return  # this release lacks it, or it was imported too late
-        ours = functools.wraps(original)(around(original))
+
+        @functools.wraps(original)
+        def ours(*args: Any, **kwargs: Any) -> Any:
+            return self._around(begins, original, *args, **kwargs)
+
         for owner in owners:
             if getattr(owner, name, None) is original:
                 self._replaced.append(Replaced(owner, name, ours))
 
-    def _saving(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
-            return self._around(functools.partial(self._save_begins, obj, f), original, obj, f, *args, **kwargs)
-
-        return save
-
-    def _saving_all(self, original: Callable[..., Any], later: bool = False) -> Callable[..., Any]:
-        def save(*args: Any, **kwargs: Any) -> Any:
-            return self._around(functools.partial(self._save_all_begins, later), original, *args, **kwargs)
-
-        return save
-
-    def _loading(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def load(f: Any, *args: Any, **kwargs: Any) -> Any:
-            return self._around(functools.partial(self._load_begins, _is_file(f)), original, f, *args, **kwargs)
-
-        return load
-
-    def _loading_all(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def load(state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-            begin = functools.partial(self._load_begins, True, filled=state_dict)
-            return self._around(begin, original, state_dict, *args, **kwargs)
-
-        return load
-
-    def _around(self, begin: Callable[[], _End | None], call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Call `begin`, then a save or load, then the function that `begin` returned. Errors of both are reported.
+    def _around(
+        self, begins: Callable[..., _End | None], call: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Call `begins`, then a save or load, then the function that `begins` returned. Errors of both are reported.
 
         That function receives whether the save or load succeeded, and its result.
         """
-        end = self._reported(begin)
+        end = self._reported(begins, *args, **kwargs)
         self._inside.depth = getattr(self._inside, "depth", 0) + 1
         succeeded, result = False, None
         try:
@@ -152,16 +131,16 @@ class Checkpoints:
             if end is not None:
                 self._reported(end, succeeded, result)
 
-    def _reported(self, function: Callable[..., _R], *arguments: Any) -> _R | None:
+    def _reported(self, function: Callable[..., _R], *arguments: Any, **named: Any) -> _R | None:
         try:
-            return function(*arguments)
+            return function(*arguments, **named)
         except Exception as error:
             if self.recorder is not None:
                 self.recorder.failed("checkpoint", error)
             return None
 
-    def _save_begins(self, state: object, file: object) -> _End | None:
-        is_checkpoint = isinstance(state, (Mapping, torch.nn.Module)) and _is_file(file)
+    def _save_begins(self, obj: object, f: object, *_: object, **__: object) -> _End | None:
+        is_checkpoint = isinstance(obj, (Mapping, torch.nn.Module)) and _is_file(f)
         if not is_checkpoint or (recorder := self._active_recorder()) is None:
             return None
         context: Activity | Background
@@ -170,7 +149,7 @@ class Checkpoints:
             step, context = recorder.position, Activity(recorder, "checkpoint_save")
         else:
             # The loop went on since the state was copied, so only the state itself has the step.
-            step, context = self.step_of(state), Background(recorder)
+            step, context = self.step_of(obj), Background(recorder)
         context.__enter__()
 
         def end(succeeded: bool, _: object) -> None:
@@ -184,7 +163,7 @@ class Checkpoints:
 
         return end
 
-    def _save_all_begins(self, later: bool) -> _End | None:
+    def _save_all_begins(self, later: bool, *_: object, **__: object) -> _End | None:
         # On another thread this is the rest of an async_save, whose end the future reports.
         if not self._is_loop() or (recorder := self._active_recorder()) is None:
             return None
@@ -200,9 +179,15 @@ class Checkpoints:
 
         return end
 
-    def _load_begins(self, is_file: bool, filled: object = None) -> _End | None:
+    def _load_begins(self, f: object, *_: object, **__: object) -> _End | None:
+        return self._restore_begins() if _is_file(f) else None
+
+    def _load_all_begins(self, state_dict: object, *_: object, **__: object) -> _End | None:
+        return self._restore_begins(filled=state_dict)
+
+    def _restore_begins(self, filled: object = None) -> _End | None:
         recorder, began = self.recorder, self.clock()
-        if not is_file or self.fetching or self.inside_another() or not self._is_loop():
+        if self.fetching or self.inside_another() or not self._is_loop():
             return None
         if recorder is not None and (recorder.steps_taken or not recorder.alive):
             return None

@@ -10,15 +10,13 @@ mode (https://github.com/pytorch/pytorch/pull/104487). While the current stream 
 Not on ROCm, where a query breaks a capture in any mode (https://github.com/pytorch/pytorch/pull/176251).
 """
 
-from __future__ import annotations
-
 import ctypes
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -34,19 +32,6 @@ MAX_EVENTS, STEP_EVENTS = 65_536, 64
 SLICE, SLICE_SECONDS, PAUSE = 200, 0.001, 0.001
 MAX_WAIT = 0.1  # seconds, for another thread that queries the device
 _THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
-
-
-class TimingEvent(Protocol):
-    """Methods of torch.cuda.Event that this module uses."""
-
-    def record(self, stream: Any) -> None:
-        """Place the event behind the work queued on the stream so far."""
-
-    def query(self) -> bool:
-        """Return whether the device has reached the event."""
-
-    def elapsed_time(self, end_event: Any) -> float:
-        """Return the milliseconds from this event to `end_event`, both reached."""
 
 
 class TorchCuda:
@@ -72,7 +57,7 @@ class TorchCuda:
         core: Any = torch._C
         return bool(core._cuda_hasPrimaryContext(device_index))
 
-    def event(self) -> TimingEvent:
+    def event(self) -> Any:
         """Return a new event with timing enabled."""
         return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
@@ -95,7 +80,7 @@ class Moment:
 
     __slots__ = ("_at", "_event", "_line", "_not_before", "recorded")
 
-    def __init__(self, line: _Line, event: TimingEvent, recorded: float) -> None:
+    def __init__(self, line: "_Line", event: Any, recorded: float) -> None:
         self.recorded = recorded  # seconds on the host's clock, before which the device cannot reach the event
         self._line = line
         self._event = event
@@ -141,7 +126,7 @@ class Moments:
         """Return the mark of a step's end, for which some events are reserved."""
         return self._mark(self._max_events)
 
-    def _mark(self, limit: int, line: _Line | None = None) -> float | Moment:
+    def _mark(self, limit: int, line: "_Line | None" = None) -> float | Moment:
         now = self._clock()
         try:
             if self.broken:
@@ -156,7 +141,7 @@ class Moments:
             self.give_up(error)
             return now
 
-    def _record(self, line: _Line, now: float, limit: int) -> float | Moment:
+    def _record(self, line: "_Line", now: float, limit: int) -> float | Moment:
         device = line.device
         if (event := device.take(limit)) is None:
             for other in tuple(self._lines.values()):
@@ -170,7 +155,7 @@ class Moments:
         line.pending.append(moment)
         return moment
 
-    def _new_line(self, key: tuple[int, int]) -> _Line | None:
+    def _new_line(self, key: tuple[int, int]) -> "_Line | None":
         # A thread that never chose a device is on GPU 0, where an event would create a context of hundreds of MB.
         index = key[0]
         if not self._cuda.in_use(index):
@@ -191,12 +176,12 @@ class _EventPool:
 
     def __init__(self, cuda: TorchCuda, index: int) -> None:
         self.cuda, self.index = cuda, index
-        self.free: deque[TimingEvent] = deque()
+        self.free: deque[Any] = deque()
         self.events = 0  # made so far
         self.asked = threading.Lock()
-        self.reference: tuple[TimingEvent, float] | None = None  # the last known moment, from which others are measured
+        self.reference: tuple[Any, float] | None = None  # the last known moment, from which others are measured
 
-    def take(self, limit: int) -> TimingEvent | None:
+    def take(self, limit: int) -> Any:
         """Return a free or a new event, or None if `limit` events are in use."""
         if self.events - len(self.free) >= limit:
             return None

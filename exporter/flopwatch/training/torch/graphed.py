@@ -14,6 +14,7 @@ import torch
 
 from flopwatch.training.import_hook import when_imported
 from flopwatch.training.recorder import Recorder
+from flopwatch.training.torch.waits import Replaced
 
 NAME, TRANSFORMER_ENGINE = "make_graphed_callables", "transformer_engine.pytorch"
 DEFINED_IN = ("torch.cuda.graphs", TRANSFORMER_ENGINE)
@@ -34,38 +35,32 @@ class Graphed:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._removed = False
-        self._replaced: list[tuple[dict[str, Any], Any, Any]] = []
+        self._replaced: list[Replaced] = []
 
     def replace(self) -> None:
         """Replace the functions in each module that has one under its name, such as the training script."""
         ours: dict[Any, Any] = {}
         for module in () if self._removed else list(sys.modules.values()):
-            names: dict[str, Any] = getattr(module, "__dict__", {})
-            original: Any = names.get(NAME)
+            original: Any = getattr(module, "__dict__", {}).get(NAME)
             if str(getattr(original, "__module__", "")).startswith(DEFINED_IN):
                 if original not in ours:
                     ours[original] = _without_hooks(original, self._recorder)
-                names[NAME] = ours[original]
-                self._replaced.append((names, original, ours[original]))
+                self._replaced.append(Replaced(module, NAME, ours[original]))
 
     def remove(self) -> None:
         """Restore the original functions, except where other code has replaced them since."""
         self._removed = True
         while self._replaced:
-            names, original, ours = self._replaced.pop()
-            if names.get(NAME) is ours:
-                names[NAME] = original
+            self._replaced.pop().remove()
 
 
 def attach(recorder: Recorder) -> Graphed:
     """Replace torch's function now, and Transformer Engine's once it is imported."""
     graphed = Graphed(recorder)
-    try:
+    with recorder.reporting("graphed"):
         graphed.replace()
         if TRANSFORMER_ENGINE not in sys.modules:
             when_imported(TRANSFORMER_ENGINE, graphed.replace)
-    except Exception as error:
-        recorder.failed("graphed", error)
     return graphed
 
 
@@ -83,10 +78,8 @@ def _without_hooks(original: Callable[..., Any], recorder: Recorder) -> Callable
     def make_graphed_callables(*args: Any, **kwargs: Any) -> Any:
         global _making
         taken: list[tuple[Hooks, dict[int, Any]]] = []
-        try:
+        with recorder.reporting("graphed"):
             taken += _taken(args[0] if args else kwargs.get("callables", kwargs.get("modules")))
-        except Exception as error:
-            recorder.failed("graphed", error)
         _making += 1
         try:
             return original(*args, **kwargs)

@@ -2,7 +2,8 @@
 
 `Work` and the tensors of functional collectives do not name their group. So the methods of ProcessGroup that start
 operations, and two helpers of torch.distributed._functional_collectives, are replaced by functions that note it.
-Sends and receives of a pipeline are a group of two neighbours, because a pipeline has no collectives.
+Sends and receives of a pipeline are a group of two neighbours, because a pipeline has no collectives. They are counted
+by direction, because NCCL's sequence numbers do not distinguish directions.
 https://docs.pytorch.org/docs/stable/distributed.html
 """
 
@@ -14,8 +15,7 @@ from typing import Any
 import torch
 import torch.distributed
 
-from flopwatch.catalogue.ranks import ranks_text
-from flopwatch.training.process.parallel import DIMENSIONS
+from flopwatch.catalogue.ranks import MESSAGES, kind_of, ranks_text
 from flopwatch.training.recorder import Recorder
 from flopwatch.training.totals import WHOLE_JOB, Group
 
@@ -28,10 +28,6 @@ OPERATIONS = (
 )
 TO_ONE = ("send", "recv")
 PIPELINE, UNKNOWN = "pp", "group"
-# Words in the descriptions of Megatron's groups and of the dimensions of a mesh, and their kinds. Of several kinds, as
-# in EXPERT_DATA_PARALLEL_GROUP or mesh_dp_shard_cp, the coarsest counts.
-COARSEST_FIRST = ("dp", "pp", "cp", "tp", "ep")
-WORDS = {"tensor": "tp", "context": "cp", "expert": "ep", "pipeline": "pp", "data": "dp"} | DIMENSIONS
 _MAX_PENDING = 1024  # tensors whose collective was never waited for
 
 
@@ -58,13 +54,19 @@ class Groups:
         owner, functional = torch.distributed.ProcessGroup, functional_collectives()
         for name in OPERATIONS:
             if hasattr(owner, name):
-                yield owner, name, self._noting(getattr(owner, name), self._of_collective)
+                yield owner, name, self._then(getattr(owner, name), self._note)
         for name in TO_ONE:
-            yield owner, name, self._noting(getattr(owner, name), self._of_pair)
+            yield owner, name, self._then(getattr(owner, name), self._note_pair)
         for name in ("_resolve_group", "_resolve_group_name"):
             if hasattr(functional, name):
-                yield functional, name, self._resolving(getattr(functional, name))
-        yield functional, "_maybe_wrap_tensor", self._wrapping(functional._maybe_wrap_tensor)
+                yield functional, name, self._then(getattr(functional, name), self._resolve)
+        yield functional, "_maybe_wrap_tensor", self._then(functional._maybe_wrap_tensor, self._keep)
+
+    def counters(self) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
+        """Yield likewise what counts sends and receives, on any device."""
+        owner = torch.distributed.ProcessGroup
+        for name in TO_ONE:
+            yield owner, name, self._counting(getattr(owner, name), sends=name == "send")
 
     def of_work(self, work: object) -> Group | None:
         """Return the group of a Work, None if it is unknown."""
@@ -87,19 +89,15 @@ class Groups:
         for kind, own in recorder.process_groups:
             if own is group:
                 return kind
-        described = {WORDS.get(word) for word in str(getattr(group, "group_desc", "")).lower().split("_")}
-        if kind := next((kind for kind in COARSEST_FIRST if kind in described), ""):
+        if kind := kind_of(str(getattr(group, "group_desc", ""))):
             return kind
-        if size == recorder.world_size:
+        if size == recorder.totals.world_size:
             return WHOLE_JOB
-        place = recorder.parallel
-        of_size = (
-            [] if place is None else [kind for kind in ("tp", "cp", "ep", "pp", "dp") if _fits(place, kind, group)]
-        )
-        return of_size[0] if len(of_size) == 1 else UNKNOWN
-
-    def _of_collective(self, group: Any, *_: Any, **__: Any) -> Group | None:
-        return self.of_group(group)
+        if recorder.parallel is None or group.size() == 1:
+            return UNKNOWN
+        place = group.rank(), group.size()
+        fitting = [kind for kind in ("tp", "cp", "ep", "pp", "dp") if getattr(recorder.parallel, kind) == place]
+        return fitting[0] if len(fitting) == 1 else UNKNOWN
 
     def _of_pair(self, group: Any, tensors: object, peer: int, *_: Any, **__: Any) -> Group | None:
         whole = self.of_group(group)
@@ -112,56 +110,51 @@ class Groups:
             pairs[peer] = None if text is None else (PIPELINE, text)
         return pairs[peer]
 
-    def _noting(self, original: Callable[..., Any], group_of: Callable[..., Group | None]) -> Callable[..., Any]:
+    def _counting(self, original: Callable[..., Any], *, sends: bool) -> Callable[..., Any]:
+        def count(group: Any, tensors: object, peer: int, *_: Any, **__: Any) -> None:
+            pair = self._of_pair(group, tensors, peer)
+            if pair is not None and pair[0] == PIPELINE:
+                self._recorder.messages[MESSAGES[(group.rank() < peer) == sends], pair[1]] += 1
+
+        @functools.wraps(original)
+        def counting(*args: Any, **kwargs: Any) -> Any:
+            try:
+                count(*args, **kwargs)
+            except Exception as error:
+                self._recorder.failed("watch", error)
+            return original(*args, **kwargs)
+
+        return counting
+
+    def _then(self, original: Callable[..., Any], act: Callable[..., None]) -> Callable[..., Any]:
+        """Return a function like `original` that calls `act` with its result and arguments, unless it is compiled."""
         recorder = self._recorder
 
         @functools.wraps(original)
-        def noting(group: Any, *args: Any, **kwargs: Any) -> Any:
-            work = original(group, *args, **kwargs)
-            if recorder.measuring and work is not None:
-                try:
-                    self._works[work] = group_of(group, *args, **kwargs)
+        def calling(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            if not torch.compiler.is_compiling() and recorder.measuring:
+                try:  # reporting() takes 1 us, which is too much for each collective
+                    act(result, *args, **kwargs)
                 except Exception as error:
                     recorder.failed("watch", error)
-            return work
+            return result
 
-        return noting
+        return calling
 
-    def _resolving(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        recorder = self._recorder
+    def _note(self, work: Any, group: Any, *_: object, **__: object) -> None:
+        if work is not None:
+            self._works[work] = self.of_group(group)
+
+    def _note_pair(self, work: Any, *args: Any, **kwargs: Any) -> None:
+        if work is not None:
+            self._works[work] = self._of_pair(*args, **kwargs)
+
+    def _resolve(self, found: Any, *_: object, **__: object) -> None:
         c10d: Any = torch.distributed.distributed_c10d
-        by_name = c10d._resolve_process_group
+        self._resolved = self.of_group(c10d._resolve_process_group(found) if isinstance(found, str) else found)
 
-        @functools.wraps(original)
-        def resolving(*args: Any, **kwargs: Any) -> Any:
-            found = original(*args, **kwargs)
-            if not torch.compiler.is_compiling() and recorder.measuring:
-                try:
-                    self._resolved = self.of_group(by_name(found) if isinstance(found, str) else found)
-                except Exception as error:
-                    recorder.failed("watch", error)
-            return found
-
-        return resolving
-
-    def _wrapping(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        recorder = self._recorder
-
-        @functools.wraps(original)
-        def wrapping(tensor: Any) -> Any:
-            if not torch.compiler.is_compiling() and recorder.measuring:
-                try:
-                    if len(self._tensors) >= _MAX_PENDING:
-                        self._tensors.clear()
-                    self._tensors[tensor.data_ptr()] = self._resolved
-                except Exception as error:
-                    recorder.failed("watch", error)
-            return original(tensor)
-
-        return wrapping
-
-
-def _fits(place: Any, kind: str, group: Any) -> bool:
-    """Return whether a rank's coordinate of this kind is its place in a process group of several ranks."""
-    own: object = getattr(place, kind)
-    return own == (group.rank(), group.size()) and group.size() > 1
+    def _keep(self, _: object, tensor: Any) -> None:
+        if len(self._tensors) >= _MAX_PENDING:
+            self._tensors.clear()
+        self._tensors[tensor.data_ptr()] = self._resolved

@@ -87,10 +87,8 @@ class Phases:
             queue(functools.partial(self._backward_ends, self._recorder.mark()))
 
     def _backward_ends(self, backward_began: Mark) -> None:
-        try:
+        with self._recorder.reporting("phases"):
             self._recorder.phase("backward", backward_began, self._recorder.mark())
-        except Exception as error:
-            self._recorder.failed("phases", error)
 
     def _step_begins(self, optimizer: object, given: tuple[object, ...], named: Mapping[str, object]) -> None:
         # A closure runs the model and its backward pass within step(), as Lightning's does and LBFGS needs.
@@ -128,14 +126,12 @@ _attached: dict[Recorder, Phases] = {}
 def attach(recorder: Recorder, model: object = None) -> Phases:
     """Measure the steps of all optimizers, and forward and backward of `model`, if given. Each call may add a model."""
     phases = _attached.get(recorder)
-    try:
+    with recorder.reporting("phases"):
         if phases is None:
             phases = _attached[recorder] = Phases(recorder)
             phases._attach()
         if isinstance(model, torch.nn.Module):
             phases._attach_model(model)
-    except Exception as error:
-        recorder.failed("phases", error)
     return Phases(recorder) if phases is None else phases
 
 

@@ -61,23 +61,19 @@ class Runtime:
                 self._recorder.set(metric, sum(numbers))
 
     def _begins(self, arguments: Any = None) -> None:
-        try:
+        with self._recorder.reporting("runtime"):
             self._recorder.add(m.TRAINING_RECOMPILATIONS_TOTAL, _recompiles(arguments))
             in_backward = torch._C._current_graph_task_id() != -1
             if in_backward or threading.get_ident() == self._loop_thread:
                 self._compiling = True
                 self._recorder.enter("compile", self._loop_thread)
-        except Exception as error:
-            self._recorder.failed("runtime", error)
 
     def _ends(self, _: Any = None) -> None:
-        try:
+        with self._recorder.reporting("runtime"):
             # If compilations overlap, another thread may end what the loop's thread began.
             if self._compiling:
                 self._compiling = False
                 self._recorder.leave("compile", self._loop_thread)
-        except Exception as error:
-            self._recorder.failed("runtime", error)
 
 
 def cuda_memory() -> list[Mapping[str, Any]]:
@@ -91,22 +87,20 @@ def cuda_memory() -> list[Mapping[str, Any]]:
 def attach(recorder: Recorder, memory: Callable[[], list[Mapping[str, Any]]] = cuda_memory) -> Runtime:
     """Record compilations and the allocator's statistics. Call it on the training loop's thread."""
     runtime = Runtime(recorder, memory)
-    try:
+    with recorder.reporting("runtime"):
         runtime.listen()
         recorder.poll(runtime.poll)
-    except Exception as error:
-        recorder.failed("runtime", error)
     return runtime
 
 
-def watch_collectives(recorder: Recorder, groups: Groups | None = None) -> None:
+def watch_collectives(recorder: Recorder) -> None:
     """Record before each push how many collectives this rank has started in each process group.
 
     Gloo and NCCL keep the number on the host and raise it as a collective starts. In a hang, the rank with the lowest
     number has not reached the collective that the others wait in. Reading it needs no collective and no device.
     https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html
     """
-    groups = Groups(recorder) if groups is None else groups
+    groups = Groups(recorder)
     without: set[str] = set()  # backends without sequence numbers, such as fake ones
 
     def number(group: Any) -> int | None:
@@ -131,6 +125,8 @@ def watch_collectives(recorder: Recorder, groups: Groups | None = None) -> None:
             if known is not None and len(numbers) < MAX_GROUPS and (called := number(group)) is not None:
                 kind, ranks = known
                 numbers[("group", kind), ("ranks", ranks)] = called
+        for (kind, ranks), called in list(recorder.messages.items())[: MAX_GROUPS - len(numbers)]:
+            numbers[("group", kind), ("ranks", ranks)] = called
         recorder.replace(m.TRAINING_GROUP_SEQUENCE_NUMBER, numbers)
 
     recorder.poll(poll)

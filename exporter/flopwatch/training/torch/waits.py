@@ -75,15 +75,13 @@ class Watch:
     def ends(self, began: Mark | None, group: Group | None = None) -> None:
         """Record a wait in a process group from `began` until now, unless that is None."""
         recorder = self.recorder
-        try:
+        with recorder.reporting("watch"):
             if began is not None:
                 recorder.in_wait = False
                 if not recorder.totals.measures_wait:
                     recorder.measures_wait()
                 self._seen = True
                 recorder.waited(began, recorder.mark_after(began), group)
-        except Exception as error:
-            recorder.failed("watch", error)
 
     def check(self) -> None:
         """Report that the model's first steps had no wait for other ranks, or that waits ended. Called at each push."""
@@ -129,7 +127,12 @@ def watch(recorder: Recorder, model: object = None) -> Watch:
 def _watch(watched: Watch, model: object) -> None:
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return  # a single rank never waits
-    others = _others(watched.recorder)
+    while _replaced:  # by the previous watch
+        _replaced.pop().remove()
+    _replace(watched, *watched.groups.counters())
+    place = watched.recorder.parallel
+    of_rank = {name: getattr(place, name, None) for name in ("tp", "pp", "cp", "ep")}  # apart from data parallelism
+    others = {name for name, group in of_rank.items() if group is not None and group[1] > 1}
     model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
     if not isinstance(model, torch.nn.Module):
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -166,13 +169,6 @@ def _watch(watched: Watch, model: object) -> None:
             watched.handles.append(parameter.register_hook(bracket.backward))  # type: ignore[no-untyped-call]
     if reducers or groups:
         watched.recorder.poll(watched.check)
-
-
-def _others(recorder: Recorder) -> set[str]:
-    """Return the names of the groups of several ranks that this rank is in, apart from data parallelism."""
-    place = recorder.parallel
-    groups = {} if place is None else {"tp": place.tp, "pp": place.pp, "cp": place.cp, "ep": place.ep}
-    return {name for name, group in groups.items() if group is not None and group[1] > 1}
 
 
 def _tensor_parallel(group: Any) -> bool:
@@ -224,13 +220,11 @@ class _Bracket:
             self._watch.recorder.failed("watch", error)
 
     def _before_reducer(self, this: int) -> None:
-        try:
+        with self._watch.recorder.reporting("watch"):
             self._passes.discard(this)
             if (began := self._watch.begins()) is not None:
                 group = self._watch.groups.of_group(self._model.process_group)
                 _queue(functools.partial(self._watch.ends, began, group))
-        except Exception as error:
-            self._watch.recorder.failed("watch", error)
 
 
 def _fsdp_groups(model: torch.nn.Module) -> Iterator[Any]:
@@ -316,15 +310,13 @@ def _timed_wait_for_unshard(watched: Watch, group: Any, wait_for_unshard: Callab
     def timed_wait_for_unshard() -> None:
         # The wait with which the original method begins, so that the copy after it does not count.
         began = None
-        try:
+        with watched.recorder.reporting("watch"):
             result = group._all_gather_result
             if result is not None and (began := watched.begins()) is not None:
                 if result.all_gather_event is not None:
                     current_stream().wait_event(result.all_gather_event)
                 if result.all_gather_work is not None:
                     result.all_gather_work.wait()
-        except Exception as error:
-            watched.recorder.failed("watch", error)
         watched.ends(began)
         wait_for_unshard()
 
@@ -334,18 +326,19 @@ def _timed_wait_for_unshard(watched: Watch, group: Any, wait_for_unshard: Callab
 _replaced: list[Replaced] = []
 
 
+def _replace(watched: Watch, *functions: tuple[Any, str, Callable[..., Any]]) -> None:
+    """Replace functions by owner and name until this watch or the next one removes them."""
+    for function in functions:
+        _replaced.append(Replaced(*function))
+        watched.handles.append(_replaced[-1])
+
+
 def _watch_host(watched: Watch) -> None:
-    """Record this thread's waits in collectives called from Python, and end the previous recording."""
-    while _replaced:
-        _replaced.pop().remove()
+    """Record this thread's waits in collectives called from Python."""
     groups, work, functional = watched.groups, torch.distributed.Work, functional_collectives()
-    for owner, name, ours in (
-        (work, "wait", _timed(watched, work.wait, groups.of_work)),
-        (functional, "wait_tensor", _timed(watched, functional.wait_tensor, groups.of_tensor)),
-        *groups.replacements(),
-    ):
-        _replaced.append(Replaced(owner, name, ours))
-    watched.handles += _replaced
+    wait = work, "wait", _timed(watched, work.wait, groups.of_work)
+    wait_tensor = functional, "wait_tensor", _timed(watched, functional.wait_tensor, groups.of_tensor)
+    _replace(watched, wait, wait_tensor, *groups.replacements())
 
 
 def _timed(watched: Watch, original: Callable[..., Any], group_of: Callable[[Any], Group | None]) -> Callable[..., Any]:
@@ -358,10 +351,8 @@ def _timed(watched: Watch, original: Callable[..., Any], group_of: Callable[[Any
             return original(*args, **kwargs)
         group, began = None, watched.begins()
         if began is not None and args:
-            try:
+            with watched.recorder.reporting("watch"):
                 group = group_of(args[0])
-            except Exception as error:
-                watched.recorder.failed("watch", error)
         try:
             return original(*args, **kwargs)
         finally:

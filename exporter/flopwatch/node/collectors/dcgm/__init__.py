@@ -193,8 +193,11 @@ class Dcgm:
         session.update()
         wanted = tuple(each.id for each in fields.PROFILING if each.id in self._fields)
         profiled: defaultdict[tuple[int, ...], list[Key]] = defaultdict(list)
-        for kind, id in self._profiled_by_dcgm(session, gpus):
-            profiled[session.in_one_pass(id, wanted)].append((kind, id))
+        latest = session.latest(gpus, (fields.COMPUTE_CAPABILITY,)) if gpus else ()
+        capability = {value.entity: value.number for value in latest}
+        for kind, id in gpus:  # only DCGM reports the activity of those before Hopper or of unknown architecture
+            if (known := capability.get(id)) is None or int(known) >> 16 < fields.NVML_PROFILES_FROM:
+                profiled[session.in_one_pass(id, wanted)].append((kind, id))
         for ids, some in profiled.items():
             self._ask(session, tuple(some), ids)
             if left := set(wanted) - set(ids):
@@ -207,17 +210,6 @@ class Dcgm:
         accepted = session.watch(pairs, ids, SAMPLED_EVERY) if pairs and ids else ()
         if accepted:
             self._watched.setdefault(pairs[0][0], []).append(_Watched(pairs, accepted))
-
-    def _profiled_by_dcgm(self, session: Session, gpus: tuple[Key, ...]) -> tuple[Key, ...]:
-        """Return the GPUs whose activity only DCGM reports: those before Hopper or of unknown architecture."""
-        if not gpus:
-            return ()
-        capability = {value.entity: value.number for value in session.latest(gpus, (fields.COMPUTE_CAPABILITY,))}
-        return tuple(
-            (kind, id)
-            for kind, id in gpus
-            if (known := capability.get(id)) is None or int(known) >> 16 < fields.NVML_PROFILES_FROM
-        )
 
     def _read(self, session: Session) -> list[Sample]:
         samples: list[Sample] = []

@@ -164,13 +164,15 @@ class Session:
     def _call(self, name: str, *arguments: Any) -> None:
         self._library.call(name, self._handle, *arguments)
 
-    def _unless_lost(self, name: str, *arguments: Any) -> None:
-        """Call a function and ignore its error, unless the error means that the connection is lost."""
+    def _unless_lost(self, name: str, *arguments: Any) -> bool:
+        """Call a function. Return False if it fails, unless the error means that the connection is lost."""
         try:
             self._call(name, *arguments)
         except DcgmError as error:
             if error.code in LOST:
                 raise
+            return False
+        return True
 
     def gpus(self) -> list[int]:
         """Return DCGM's ids of all GPUs of the host."""
@@ -181,13 +183,8 @@ class Session:
     def entities(self, group: int) -> list[int]:
         """Return the ids of all entities of kind `group`, empty if the host engine has no module for them."""
         ids, count = (ctypes.c_uint * _MAX_ENTITIES)(), ctypes.c_int(_MAX_ENTITIES)
-        try:
-            self._call("dcgmGetEntityGroupEntities", group, ids, ctypes.byref(count), 0)
-        except DcgmError as error:
-            if error.code in LOST:
-                raise
-            return []
-        return ids[: count.value]
+        answered = self._unless_lost("dcgmGetEntityGroupEntities", group, ids, ctypes.byref(count), 0)
+        return ids[: count.value] if answered else []
 
     def in_one_pass(self, gpu: int, fields: Sequence[int]) -> tuple[int, ...]:
         """Return those profiling fields that a GPU counts in one pass, the first ones first.

@@ -4,8 +4,7 @@ Owners are read from the kubelet (`podresources.py`), control groups of the GPU'
 that a Slurm prolog writes for dcgm-exporter. Such a file is named `<gpu>` or `<gpu>.<gpu instance>`, with one job id
 per line (https://docs.nvidia.com/datacenter/dcgm/latest/reference/command-line-reference/dcgm-exporter.html, HPC job
 mapping). The place comes from `topology.py`. Setup: docs/identity.md. A GPU with an undetermined owner has the source
-`unknown`, a free GPU `none`. A lost GPU keeps its last owner. Processes on MIG instances are attributed to the whole
-GPU.
+`unknown`, a free GPU `none`. A lost GPU keeps its last owner. Processes on MIG instances belong to the whole GPU.
 """
 
 import logging
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple
 
 from flopwatch import catalogue as m
 from flopwatch.catalogue import Sample
-from flopwatch.node.collectors import StateFile, Unsupported, cgroup, read_inventory
+from flopwatch.node.collectors import Unsupported, cgroup, read_inventory, read_runtime
 from flopwatch.node.collectors.identity import podresources as podresources
 from flopwatch.node.collectors.identity import topology as place
 from flopwatch.node.collectors.identity.background import BackgroundCall
@@ -51,9 +50,7 @@ class Devices:
     def __init__(self, gpus: Mapping[str, Mapping[str, str]], runtime: Mapping[str, Any], proc: Path) -> None:
         self._gpus = gpus
         self._by_index = {gpu["gpu"]: uuid for uuid, gpu in gpus.items()}
-        self._instances = {
-            uuid: [mig for mig in _items(about, "mig") if isinstance(mig, dict)] for uuid, about in runtime.items()
-        }
+        self._instances = {uuid: about["mig"] for uuid, about in runtime.items()}
         self._parents = {str(mig.get("uuid")): uuid for uuid, migs in self._instances.items() for mig in migs}
         self._proc = proc
         self._by_minor: dict[str, str] | None = None
@@ -129,11 +126,6 @@ def _slot(address: str) -> str:
     return address.lower().rpartition(".")[0].lstrip("0")
 
 
-def _items(about: Any, name: str) -> list[Any]:
-    items = about.get(name) if isinstance(about, dict) else None
-    return items if isinstance(items, list) else []
-
-
 def from_kubelet(assignments: Iterable[podresources.Assignment], devices: Devices) -> Owners:
     """Return the pods and containers that own each GPU, from the kubelet's device assignments."""
     owners: Owners = {}
@@ -150,7 +142,7 @@ def running(runtime: Mapping[str, Any], last: Mapping[str, Last], proc: Path) ->
     for uuid, about in runtime.items():
         before = last[uuid].processes if uuid in last else {}
         found[uuid] = {}
-        for pid in (str(pid) for pid in _items(about, "pids") if isinstance(pid, int)):
+        for pid in map(str, about["pids"]):
             started = cgroup.started(int(pid), proc)
             found[uuid][pid] = None if before.get(pid) not in (None, started) else started
     return found
@@ -249,8 +241,7 @@ class Identity:
         return samples
 
     def _owners(self, gpus: Mapping[str, dict[str, str]], errors: dict[str, str], until: float) -> list[Sample]:
-        stored = StateFile(self._runtime).load()
-        runtime = {uuid: about for uuid, about in stored.items() if uuid in gpus and isinstance(about, dict)}
+        runtime = {uuid: about for uuid, about in read_runtime(self._runtime).items() if uuid in gpus}
         processes = running(runtime, self._last.by_gpu, self._proc)
         answers = self._answers(gpus, runtime, processes, until)
         errors.update({name: one.error for name, one in answers.items()})

@@ -56,10 +56,8 @@ class LastOwners:
     def __init__(self, path: Path | None) -> None:
         self._file = None if path is None else StateFile(path)
         self._changed = False
-        self.by_gpu: dict[str, Last] = {}
-        for uuid, content in ({} if self._file is None else self._file.load()).items():
-            if (last := _last(content)) is not None:
-                self.by_gpu[uuid] = last
+        stored = {} if self._file is None else self._file.load()
+        self.by_gpu = {uuid: last for uuid, content in stored.items() if (last := _last(content)) is not None}
 
     def held(
         self, uuid: str, owners: Sequence[Owner], at: float, processes: Mapping[str, str | None] | None

@@ -7,13 +7,12 @@ package costs 21 MiB of memory, h2 under 6. Protobuf is decoded by hand
 (https://protobuf.dev/programming-guides/encoding/).
 """
 
-from __future__ import annotations
-
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import unquote
@@ -45,14 +44,26 @@ def decode(body: bytes) -> list[Assignment]:
     """Return the devices in an encoded v1.ListPodResourcesResponse. Raises ValueError for any other content."""
     if len(body) > MAX_BYTES:
         raise ValueError(f"{len(body)} bytes are more than {MAX_BYTES}")
-    fields = _Fields()
-    found: list[Assignment] = []
-    for pod in fields.of(memoryview(body))[1]:
-        for assignment in _pod(fields, pod):
-            if len(found) == MAX_ASSIGNMENTS:
-                raise ValueError(f"more than {MAX_ASSIGNMENTS} devices")
-            found.append(assignment)
+    found = list(islice(_assignments(_Fields().of, memoryview(body)), MAX_ASSIGNMENTS + 1))
+    if len(found) > MAX_ASSIGNMENTS:
+        raise ValueError(f"more than {MAX_ASSIGNMENTS} devices")
     return found
+
+
+def _assignments(of: Callable[[memoryview], Mapping[int, list[memoryview]]], body: memoryview) -> Iterator[Assignment]:
+    """Yield the devices and claims of all containers. A claim without a device name has its CDI names."""
+    for pod in map(of, of(body)[1]):
+        place = _text(pod[2]), _text(pod[1])
+        for container in map(of, pod[3]):
+            owner = *place, _text(container[1])
+            for group in map(of, container[2]):
+                resource = _text(group[1])
+                for device in group[2]:
+                    yield Assignment(*owner, resource, _text([device]))
+            for claim in [claim for group in map(of, container[5]) for claim in map(of, group[4])]:
+                driver, name = _text(claim[2]), _text(claim[4])
+                names = [_text([one]) for cdi in map(of, claim[1]) for one in cdi[1]]
+                yield from (Assignment(*owner, driver, device) for device in ([name] if name else names))
 
 
 class _Fields:
@@ -108,28 +119,6 @@ def _varint(message: memoryview, at: int) -> tuple[int, int]:
 def _text(contents: list[memoryview]) -> str:
     """Return a field's last occurrence as text, empty if it has none. Raises ValueError for invalid UTF-8."""
     return str(contents[-1], "utf-8") if contents else ""
-
-
-def _pod(fields: _Fields, message: memoryview) -> Iterator[Assignment]:
-    """Yield the devices of all containers in a PodResources message, which describes one pod."""
-    pod = fields.of(message)
-    name, namespace = _text(pod[1]), _text(pod[2])
-    for container in map(fields.of, pod[3]):
-        label, devices = _text(container[1]), list[tuple[str, str]]()
-        for group in map(fields.of, container[2]):
-            resource = _text(group[1])
-            devices += [(resource, _text([device])) for device in group[2]]
-        for group in map(fields.of, container[5]):
-            devices += [device for claim in map(fields.of, group[4]) for device in _claimed(fields, claim)]
-        for resource, device in devices:
-            yield Assignment(namespace, name, label, resource, device)
-
-
-def _claimed(fields: _Fields, claim: Mapping[int, list[memoryview]]) -> list[tuple[str, str]]:
-    """Return (DRA driver, device name) of a claim, or one pair per CDI name if the device name is empty."""
-    driver, device = _text(claim[2]), _text(claim[4])
-    names = [_text([name]) for cdi in map(fields.of, claim[1]) for name in cdi[1]]
-    return [(driver, name) for name in ([device] if device else names)]
 
 
 def ask(path: Path, deadline: float = 10.0) -> list[Assignment]:
@@ -215,7 +204,7 @@ class Call:
         for event in events:
             self._event(event)
 
-    def _event(self, event: Event) -> None:
+    def _event(self, event: "Event") -> None:
         from h2 import events
 
         if isinstance(event, events.ResponseReceived):

@@ -15,9 +15,9 @@ from typing import Any
 
 from flopwatch import catalogue as m
 from flopwatch.catalogue import Sample
-from flopwatch.node.collectors import Inventory, StateFile, Unsupported, read_inventory
+from flopwatch.node.collectors import Inventory, StateFile, Unsupported, read_inventory, signature
 from flopwatch.node.collectors.infiniband import pci, rails
-from flopwatch.node.collectors.infiniband.files import Pread, names, signature
+from flopwatch.node.collectors.infiniband.files import Pread, names
 from flopwatch.node.collectors.infiniband.link import Link
 from flopwatch.node.collectors.infiniband.port import COUNTERS, Port
 
@@ -149,10 +149,9 @@ class Infiniband:
         self._gone = {key: port for key, port in known.items() if key in self._inventory.parts}
         self._same = self._inventory.info()
         for key, part in self._inventory.parts.items():
-            if key in self._ports or not self._given_away(key):
-                self._same.append(
-                    (m.INFINIBAND_PORT_PRESENT, (part["device"], part["port"]), float(key in self._ports))
-                )
+            labels, present = (part["device"], part["port"]), key in self._ports
+            if present or not self._given_away(key):
+                self._same.append((m.INFINIBAND_PORT_PRESENT, labels, float(present)))
         for port in self._ports.values():
             self._same += port.seldom
         self._same += self._affinities

@@ -161,12 +161,3 @@ def names(folder: str) -> list[str]:
         return sorted(os.listdir(folder))
     except OSError:
         return []
-
-
-def signature(path: str) -> tuple[int, ...] | None:
-    """Return inode, modification time and size of a file or folder, or None if absent. A change alters them."""
-    try:
-        status = os.stat(path)
-    except OSError:
-        return None
-    return status.st_ino, status.st_mtime_ns, status.st_size

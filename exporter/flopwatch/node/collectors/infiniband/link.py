@@ -5,8 +5,6 @@ flapping, until an hour without a flap or until cleared by hand. Down for 4 minu
 gpud's InfiniBand component (https://github.com/leptonai/gpud).
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -67,7 +65,7 @@ class Link:
         }
 
     @classmethod
-    def load(cls, stored: Any, now: float, unix: float) -> Link:
+    def load(cls, stored: Any, now: float, unix: float) -> "Link":
         """Return the link stored by `dump`, or a new link if `stored` is invalid. Future times become `now`."""
         link = cls()
         try:

@@ -7,6 +7,7 @@ In many virtual machines each device has its own host bridge. Then only the sock
 
 import os
 import re
+from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -59,11 +60,8 @@ def given_away(function: Path) -> bool:
 
 def affinity(one: PciPlace, other: PciPlace) -> str:
     """Return how near two PCI devices are: PIX, PXB, PHB, NODE or SYS, as in `nvidia-smi topo -m`."""
-    shared = 0
-    for mine, theirs in zip(one.path, other.path, strict=False):
-        if mine != theirs:
-            break
-        shared += 1
+    pairs = zip(one.path, other.path, strict=False)
+    shared = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
     if shared > 1:
         # Below the shared path, one switch is a downstream port and the device on each side.
         return "PIX" if max(len(one.path), len(other.path)) - shared <= 2 else "PXB"

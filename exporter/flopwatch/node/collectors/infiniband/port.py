@@ -1,8 +1,7 @@
 """One InfiniBand, RoCE or EFA port: its files in sysfs, and its samples.
 
 Files: https://www.kernel.org/doc/Documentation/ABI/stable/sysfs-class-infiniband. Each read in `counters/` queries the
-firmware. A read in `hw_counters/` refreshes that folder for its `lifespan` (10 ms). Files stay open and are read with
-pread, at a sixth of the cost of opening them.
+firmware. A read in `hw_counters/` refreshes that folder for its `lifespan` (10 ms). Files stay open, which is cheaper.
 
 hfi1 and mlx4 have no `hw_counters/`. EFA has no `counters/`, and its `state` and `rate` are constants. A counter reads
 `N/A (no PMA)` on iWARP, and fails with EINVAL on ports that the fabric manager owns. The kernel logs such failures, so
@@ -19,6 +18,7 @@ from typing import Any
 
 from flopwatch import catalogue as m
 from flopwatch.catalogue import Metric, PortCounter, Sample, all_metrics
+from flopwatch.node.collectors import signature
 from flopwatch.node.collectors.infiniband import pci
 from flopwatch.node.collectors.infiniband.files import (
     MAX_BYTES,
@@ -32,7 +32,6 @@ from flopwatch.node.collectors.infiniband.files import (
     operational_state,
     physical_state,
     rate,
-    signature,
     state,
     temperature,
 )
@@ -96,7 +95,11 @@ class Port:
                     counted.replaced = True
         device, port = self.labels
         layer = first_line_of(f"{self._folder}/link_layer")
-        self._net = self._net_devices()
+        # The network interface of RoCE (or its bond) first, then those of the port's number.
+        below, roce = f"{self._device}/device/net", first_line_of(f"{self._folder}/gid_attrs/ndevs/0")
+        numbers = {name: counter(first_line_of(f"{below}/{name}/dev_port")) for name in names(below)}
+        mine = [name for name, number in numbers.items() if number in (None, int(port) - 1)]
+        self._net = [roce, *(name for name in mine if name != roce)] if roce else mine
         self._first = port == min(names(f"{self._device}/ports"), default=port)
         self.place = pci.place(Path(self._device, "device"))
         self.identity = {
@@ -120,14 +123,6 @@ class Port:
                 break
             self.seldom.append((row, self.labels, number))
         self.open()
-
-    def _net_devices(self) -> list[str]:
-        """Return the port's network interfaces: that of RoCE (or its bond) first, then those of its port number."""
-        below = f"{self._device}/device/net"
-        number = int(self.labels[1]) - 1
-        mine = [name for name in names(below) if counter(first_line_of(f"{below}/{name}/dev_port")) in (None, number)]
-        first = first_line_of(f"{self._folder}/gid_attrs/ndevs/0")
-        return [first, *(name for name in mine if name != first)] if first else mine
 
     def uses(self, interfaces: set[str]) -> bool:
         """Return whether one of these network interfaces belongs to the port."""
@@ -220,7 +215,9 @@ class Port:
     def read(self, now: float) -> tuple[list[Sample], bool]:
         """Return the port's samples, and whether its link history or highest rate changed and must be stored."""
         if self._refused and now >= self._ask_at:
-            self._ask_again(now)
+            self._asking = {path: wait for path, (at, wait) in self._refused.items() if at <= now}
+            self._refused = {path: entry for path, entry in self._refused.items() if path not in self._asking}
+            self.open()
         samples: list[Sample] = []
         failed: list[tuple[SysfsFile, int | None]] = []
         pread, append = self._pread, samples.append
@@ -246,12 +243,6 @@ class Port:
         if news or not self._summary:
             self._summary = self._summarize()
         return samples + self._summary, news
-
-    def _ask_again(self, now: float) -> None:
-        """Open again the refused files whose wait is over."""
-        self._asking = {path: wait for path, (at, wait) in self._refused.items() if at <= now}
-        self._refused = {path: entry for path, entry in self._refused.items() if path not in self._asking}
-        self.open()
 
     def _hopeless(self, file: SysfsFile, failures: list[tuple[SysfsFile, int | None]]) -> bool:
         """Return whether all files of this kind read so far were refused, so that the rest need not be tried."""

@@ -18,7 +18,7 @@ from typing import Any
 
 from flopwatch import catalogue as m
 from flopwatch.catalogue import Sample
-from flopwatch.node.collectors import AccessLost, Inventory, RestartReader, StateFile, Unsupported
+from flopwatch.node.collectors import AccessLost, Inventory, RestartReader, StateFile, Unsupported, read_runtime
 from flopwatch.node.collectors.nvml import access
 from flopwatch.node.collectors.nvml.card import (
     GONE,
@@ -31,7 +31,7 @@ from flopwatch.node.collectors.nvml.card import (
     Past,
     code_of,
 )
-from flopwatch.node.collectors.nvml.library import NvmlLibrary
+from flopwatch.node.collectors.nvml.fields import NvmlLibrary
 from flopwatch.node.collectors.nvml.reads import READS
 
 # Seconds until NVML is initialized again, without which a reset GPU stays silent. Doubled each time up to the maximum.
@@ -68,7 +68,7 @@ class Nvml:
         self._host, self._source, self._clock = host, source, clock
         self._inventory = Inventory(inventory, m.GPU_INFO)
         self._runtime = None if runtime is None else StateFile(runtime)
-        self._stored = {} if runtime is None else stored_state(runtime)
+        self._stored = {} if runtime is None else read_runtime(runtime)
         self._sysfs, self._proc, self._dev = sysfs, proc, dev
         self._initialized_at: float | None = None
         self._initialized_in = 0.0  # seconds
@@ -131,7 +131,11 @@ class Nvml:
                     self._report(f"GPU {index}", error)
                 errors[str(index)] = error
         self._first = waiting[0] if waiting else 0
-        self._forget_replaced(found)
+        # A GPU new to this host is in the PCI slot of a missing one, and replaces it.
+        parts = self._inventory.parts
+        newcomers = {identity["pci_bus_id"] for uuid, identity in found.items() if uuid not in parts} - {""}
+        for uuid in [uuid for uuid, part in parts.items() if part["pci_bus_id"] in newcomers]:
+            del parts[uuid]
         self._inventory.update({**found, **self._renumbered(count, found)})
         self._store(answers)
         if count == 0 and not self._inventory.parts:
@@ -250,8 +254,7 @@ class Nvml:
             handle = nvml.nvmlDeviceGetHandleByIndex(index)
             identity = self._identity(handle, str(index))
             past = self._past[identity["uuid"]]
-            stored = self._stored.get(identity["uuid"], {})
-            past.links.once_up.update(link for link in stored.get("links", ()) if isinstance(link, int))
+            past.links.once_up.update(self._stored.get(identity["uuid"], {}).get("links", ()))
             self._cards[index] = NvmlCard(
                 nvml, handle, identity, past, self._clock, self._proc, self._report, READS, self._cost
             )
@@ -295,13 +298,6 @@ class Nvml:
             "source": self._source,
         }
 
-    def _forget_replaced(self, found: dict[str, dict[str, str]]) -> None:
-        """Remove missing GPUs from the inventory if a GPU new to this host is in their PCI slot."""
-        parts = self._inventory.parts
-        newcomers = {identity["pci_bus_id"] for uuid, identity in found.items() if uuid not in parts} - {""}
-        for uuid in [uuid for uuid, part in parts.items() if part["pci_bus_id"] in newcomers]:
-            del parts[uuid]
-
 
 def numa_node(sysfs: Path, pci_bus_id: str) -> str:
     """Return the NUMA node of the PCI device at an address such as 00000000:53:00.0 (NVML's form). Empty if unknown."""
@@ -310,15 +306,6 @@ def numa_node(sysfs: Path, pci_bus_id: str) -> str:
     except (OSError, ValueError):
         return ""
     return "" if node < 0 else str(node)
-
-
-def stored_state(file: Path) -> dict[str, dict[str, list[Any]]]:
-    """Return MIG instances, pids and links by GPU uuid from the `runtime` file of Nvml, without invalid entries."""
-    stored = {uuid: about for uuid, about in StateFile(file).load().items() if isinstance(about, dict)}
-    return {
-        uuid: {name: about[name] if isinstance(about.get(name), list) else [] for name in ("mig", "pids", "links")}
-        for uuid, about in stored.items()
-    }
 
 
 def build(host: str, inventory: str, runtime: str = "", sysfs: str = "/sys") -> Nvml:

@@ -4,8 +4,6 @@ A call or field that the GPU, the driver or this user lacks is requested once pe
 of pynvml itself, costs one read the values of that call. https://docs.nvidia.com/deploy/nvml-api/.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -18,8 +16,7 @@ from typing import Any
 
 from flopwatch.catalogue import Metric, Sample
 from flopwatch.node.collectors.nvml import fields, gpm
-from flopwatch.node.collectors.nvml.fields import Key, Value
-from flopwatch.node.collectors.nvml.library import Handle, NvmlLibrary
+from flopwatch.node.collectors.nvml.fields import Entry, Handle, Key, NvmlLibrary, Value
 
 GONE = (15, 16)  # nvmlReturn_t of a GPU that no longer answers: GPU_IS_LOST, RESET_REQUIRED
 UNINITIALIZED, REPLACED = 1, 18  # of a session that ended: UNINITIALIZED, LIB_RM_VERSION_MISMATCH (driver upgrade)
@@ -85,10 +82,10 @@ class Read:
     """
 
     name: str
-    values: Callable[[NvmlCard], Values]
+    values: "Callable[[NvmlCard], Values]"
     every: float = 0.0
     needs: tuple[str, ...] = ()
-    instead_of: tuple[Key | Read, ...] = ()
+    instead_of: "tuple[Key | Read, ...]" = ()
     whole: bool = False
     table: str = ""
 
@@ -145,7 +142,11 @@ class NvmlCard:
         for position in (*range(first, len(self._reads)), *range(first)):
             read = self._reads[position]
             due = self._due.get(read, -inf)
-            wanted = (now < due and not read.whole and not read.instead_of) or self._wants(read)
+            wanted = (now < due and not read.whole and not read.instead_of) or (
+                read not in self.lacks
+                and all(other in self.lacks for other in read.instead_of)
+                and not (read.whole and self.mig is not None)
+            )
             if now < due or not wanted:
                 samples += self._held.get(read, ()) if wanted else ()
                 continue
@@ -203,13 +204,6 @@ class NvmlCard:
         """Return the interval in seconds between two calls of a slow GPU."""
         return min(PAUSE * self.slow, MAX_PAUSE)
 
-    def _wants(self, read: Read) -> bool:
-        return (
-            read not in self.lacks
-            and all(other in self.lacks for other in read.instead_of)
-            and not (read.whole and self.mig is not None)
-        )
-
     def forget(self) -> None:
         """Make the next read request every call and field again, also those that the GPU lacked before."""
         self.lacks = {read: code for read, code in self.lacks.items() if code == FUNCTION_NOT_FOUND}
@@ -218,14 +212,14 @@ class NvmlCard:
         self._unaskable.clear()
         self.latest.clear()
 
-    def ask(self, keys: list[Key]) -> tuple[dict[Key, Any], dict[Key, int]]:
-        """Request fields. Return the nvmlFieldValue_t of answered ones, and the nvmlReturn_t of refused ones."""
+    def ask(self, keys: list[Key]) -> tuple[dict[Key, Entry], dict[Key, int]]:
+        """Request fields. Return the entries of answered ones, and the nvmlReturn_t of refused ones."""
         refused = {key: self._unaskable[key] for key in keys if key in self._unaskable}
         groups: defaultdict[int, list[Key]] = defaultdict(list)
         for key in keys:
             if key not in refused:
                 groups[self._group.get(key, 0)].append(key)
-        answers: dict[Key, Any] = {}
+        answers: dict[Key, Entry] = {}
         for group in groups.values():
             try:
                 answers |= self._call(group)
@@ -235,24 +229,21 @@ class NvmlCard:
                 parts, alone = self._split(group, error)
                 answers |= parts
                 refused |= alone
-        failed = {key: fields.member(value, "nvmlReturn") for key, value in answers.items()}
-        refused |= {key: code for key, code in failed.items() if code != 0}
-        for code in refused.values():
-            if code in (*GONE, *OVER):
-                raise self.nvml.NVMLError(code)
-        return {key: value for key, value in answers.items() if key not in refused}, refused
+        refused |= {key: value[fields.RETURN] for key, value in answers.items() if value[fields.RETURN] != 0}
+        if over := {*GONE, *OVER}.intersection(refused.values()):
+            raise self.nvml.NVMLError(over.pop())
+        return {key: value for key, value in answers.items() if value[fields.RETURN] == 0}, refused
 
-    def _call(self, keys: list[Key]) -> dict[Key, Any]:
-        values = self.nvml.nvmlDeviceGetFieldValues(self.handle, keys)
-        self._cost.latencies[self._table] += sum(fields.member(value, "latencyUsec") for value in values)
+    def _call(self, keys: list[Key]) -> dict[Key, Entry]:
+        values = [*fields.ENTRY.iter_unpack(self.nvml.nvmlDeviceGetFieldValues(self.handle, keys))]
+        self._cost.latencies[self._table] += sum(value[fields.LATENCY] for value in values)
         return dict(zip(keys, values, strict=True))
 
-    def _split(self, keys: list[Key], error: Exception) -> tuple[dict[Key, Any], dict[Key, int]]:
+    def _split(self, keys: list[Key], error: Exception) -> tuple[dict[Key, Entry], dict[Key, int]]:
         """Request fields that NVML refuses together with `error` in smaller calls. Return answers and refused fields.
 
         Later reads request them in the calls that worked: on GB200, ECC fields and NVLink fields fail together and work
-        alone (https://github.com/NVIDIA/DCGM/issues/265). Raises `error` if the first and the last field fail alone
-        too, as during an error of the GPU.
+        alone (https://github.com/NVIDIA/DCGM/issues/265). Raises `error` if the first and last field fail alone.
         """
         if code_of(self.nvml, error) not in LACKING and len(keys) > 1:
             for key in (keys[0], keys[-1]):
@@ -261,7 +252,7 @@ class NvmlCard:
                     break
             else:
                 raise error
-        answers: dict[Key, Any] = {}
+        answers: dict[Key, Entry] = {}
         refused: dict[Key, int] = {}
         worked: list[list[Key]] = []
         pending = [keys]

@@ -8,15 +8,22 @@ Fields 197 and 198, the bytes over PCIe, are not read. The registers behind them
 second at full speed (NV2080_CTRL_CMD_BUS_GET_PEX_UTIL_COUNTERS in NVIDIA's open-gpu-kernel-modules).
 """
 
+import ctypes
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
+from struct import Struct
 from typing import Any
 
 from flopwatch import catalogue as m
 from flopwatch.catalogue import Metric
+
+# Objects of `pynvml`, which has no types. A call raises NVMLError, also where the driver or the module lacks it.
+NvmlLibrary = Any  # the module, or a simulation or recording with its calls
+Handle = Any  # nvmlDevice_t, or what stands for it in a simulation
+Structure = Any  # a ctypes structure that a call fills or returns
 
 Key = tuple[int, int]  # field id, and scope: 0, a link's number, ALL_LINKS or MODULE
 ALL_LINKS = 0xFFFFFFFF
@@ -24,7 +31,7 @@ MODULE = 1
 
 Value = tuple[Metric, tuple[str, ...], float]  # reading: row, labels after (gpu, uuid), number in NVML's unit
 VALUE_MEMBERS = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")  # of nvmlValue_t, by nvmlValueType_t
-SIGNED = ("sllVal", "siVal")
+SIGNED = (4, 5)  # sllVal and siVal
 DOUBLE = 0  # nvmlValueType_t
 # No driver writes a number this small. As a double, an integer below 2^56 looks like one.
 SMALLEST_DOUBLE = 1e-300
@@ -58,6 +65,11 @@ class NvmlField:
         return self.id, self.scope
 
 
+def _each(row: Metric, labels: Mapping[int, str], **how: Any) -> Iterator[NvmlField]:
+    """Return the fields of one row, each with its label by its id."""
+    return (NvmlField(id, row, (label,), **how) for id, label in labels.items())
+
+
 ECC_CORRECTED, ECC_UNCORRECTED = (3, 0), (4, 0)
 NVLINK_DATA_SENT, NVLINK_DATA_RECEIVED = (138, ALL_LINKS), (139, ALL_LINKS)
 
@@ -67,16 +79,15 @@ CLOCK_SECONDS = {74: "sw_power_cap", 76: "sync_boost", 269: "sw_thermal_slowdown
 OLD_SECONDS = {75: "thermal", 77: "board_limit", 78: "low_utilization", 79: "reliability"}
 PCIE_ERRORS = {95: "replay_rollover", 169: "l0_to_recovery", 174: "nak_received", 175: "receiver", 176: "bad_tlp",
                177: "nak_sent", 178: "bad_dllp", 181: "unsupported_request", 182: "lcrc", 183: "lane"}
-BANK_REMAPPINGS = {303: "active", 304: "inactive", 307: "pending"}
+MARGINS = {193: "shutdown", 194: "slowdown", 195: "memory_max", 196: "gpu_max"}
 # fmt: on
 
 FAST = (  # requested at every read
     NvmlField(82, m.GPU_MEMORY_TEMPERATURE_CELSIUS, highest=200),
     NvmlField(83, m.GPU_ENERGY_JOULES_TOTAL),
-    *(NvmlField(id, m.GPU_CLOCK_EVENT_SECONDS_TOTAL, (event,)) for id, event in CLOCK_SECONDS.items()),
-    *(NvmlField(id, m.GPU_CLOCK_EVENT_SECONDS_TOTAL, (event,), instead_of=270) for id, event in OLD_SECONDS.items()),
-    NvmlField(3, m.GPU_ECC_ERRORS_TOTAL, ("corrected",), ecc=True),
-    NvmlField(4, m.GPU_ECC_ERRORS_TOTAL, ("uncorrected",), ecc=True),
+    *_each(m.GPU_CLOCK_EVENT_SECONDS_TOTAL, CLOCK_SECONDS),
+    *_each(m.GPU_CLOCK_EVENT_SECONDS_TOTAL, OLD_SECONDS, instead_of=270),
+    *_each(m.GPU_ECC_ERRORS_TOTAL, {3: "corrected", 4: "uncorrected"}, ecc=True),
     NvmlField(230, m.GPU_RECOVERY_ACTION_ID),
     NvmlField(94, m.GPU_PCIE_REPLAYS_TOTAL),
 )
@@ -87,35 +98,22 @@ FAST_LINKS = (  # requested at every read, in a call of its own: on GB200, a cal
     NvmlField(141, m.NVLINK_RECEIVE_RAW_BYTES_TOTAL, scope=ALL_LINKS),
 )
 SLOW = (  # requested seldom: they rise by single events or hardly ever change
-    NvmlField(5, m.GPU_ECC_LIFETIME_ERRORS_TOTAL, ("corrected",), ecc=True),
-    NvmlField(6, m.GPU_ECC_LIFETIME_ERRORS_TOTAL, ("uncorrected",), ecc=True),
-    NvmlField(142, m.GPU_REMAPPED_ROWS_TOTAL, ("corrected",)),
-    NvmlField(143, m.GPU_REMAPPED_ROWS_TOTAL, ("uncorrected",)),
+    *_each(m.GPU_ECC_LIFETIME_ERRORS_TOTAL, {5: "corrected", 6: "uncorrected"}, ecc=True),
+    *_each(m.GPU_REMAPPED_ROWS_TOTAL, {142: "corrected", 143: "uncorrected"}),
     NvmlField(144, m.GPU_ROW_REMAP_PENDING),
     NvmlField(145, m.GPU_ROW_REMAP_FAILURE),
-    NvmlField(301, m.GPU_REMAPPED_ROWS_INACTIVE, ("corrected",), once=True),
-    NvmlField(302, m.GPU_REMAPPED_ROWS_INACTIVE, ("uncorrected",), once=True),
-    *(NvmlField(id, m.GPU_BANK_REMAPPINGS, (state,)) for id, state in BANK_REMAPPINGS.items()),
-    *(NvmlField(id, m.GPU_BANK_REMAP_GROUPS, (spare,)) for id, spare in ((305, "max"), (306, "none"))),
-    NvmlField(29, m.GPU_RETIRED_PAGES_TOTAL, ("corrected",)),
-    NvmlField(30, m.GPU_RETIRED_PAGES_TOTAL, ("uncorrected",)),
+    *_each(m.GPU_REMAPPED_ROWS_INACTIVE, {301: "corrected", 302: "uncorrected"}, once=True),
+    *_each(m.GPU_BANK_REMAPPINGS, {303: "active", 304: "inactive", 307: "pending"}),
+    *_each(m.GPU_BANK_REMAP_GROUPS, {305: "max", 306: "none"}),
+    *_each(m.GPU_RETIRED_PAGES_TOTAL, {29: "corrected", 30: "uncorrected"}),
     NvmlField(31, m.GPU_RETIRED_PAGES_PENDING),
     NvmlField(186, m.GPU_MODULE_POWER_WATTS, scope=MODULE),
-    NvmlField(193, m.GPU_TEMPERATURE_LIMIT_MARGIN_CELSIUS, ("shutdown",), signed=True),
-    NvmlField(194, m.GPU_TEMPERATURE_LIMIT_MARGIN_CELSIUS, ("slowdown",), signed=True),
-    NvmlField(195, m.GPU_TEMPERATURE_LIMIT_MARGIN_CELSIUS, ("memory_max",), signed=True),
-    NvmlField(196, m.GPU_TEMPERATURE_LIMIT_MARGIN_CELSIUS, ("gpu_max",), signed=True),
-    NvmlField(173, m.GPU_PCIE_ERRORS_TOTAL, ("correctable",)),
-    NvmlField(179, m.GPU_PCIE_ERRORS_TOTAL, ("non_fatal",)),
-    NvmlField(180, m.GPU_PCIE_ERRORS_TOTAL, ("fatal",)),
-    *(NvmlField(id, m.GPU_PCIE_ERRORS_TOTAL, (error,), once=True) for id, error in PCIE_ERRORS.items()),
+    *_each(m.GPU_TEMPERATURE_LIMIT_MARGIN_CELSIUS, MARGINS, signed=True),
+    *_each(m.GPU_PCIE_ERRORS_TOTAL, {173: "correctable", 179: "non_fatal", 180: "fatal"}),
+    *_each(m.GPU_PCIE_ERRORS_TOTAL, PCIE_ERRORS, once=True),
 )
-OLD_LINKS = (  # per GPU on NVLink 3 and older, requested if no link has fields 161-163
-    NvmlField(52, m.NVLINK_ERRORS_TOTAL, ("replay",)),
-    NvmlField(59, m.NVLINK_ERRORS_TOTAL, ("recovery",)),
-    NvmlField(38, m.NVLINK_ERRORS_TOTAL, ("crc",)),
-    NvmlField(45, m.NVLINK_ERRORS_TOTAL, ("crc_data",)),
-)
+# Per GPU on NVLink 3 and older, requested if no link has fields 161-163.
+OLD_LINKS = tuple(_each(m.NVLINK_ERRORS_TOTAL, {52: "replay", 59: "recovery", 38: "crc", 45: "crc_data"}))
 OLD_LINK_SPEED = NvmlField(90, m.NVLINK_SPEED_BYTES_PER_SECOND)
 
 LINK_COUNT = (91, 0)
@@ -165,8 +163,16 @@ def pid_limit(proc: Path) -> int:
         return PID_MAX_LIMIT
 
 
-# Member of a structure by name. pynvml's own lookup checks for text each time, and takes ten times as long.
-member = object.__getattribute__
+def identity(handle: Handle) -> Any:
+    """Return a dictionary key for an NVML handle, because pynvml makes a new pointer object each time."""
+    return ctypes.cast(handle, ctypes.c_void_p).value if isinstance(handle, ctypes._Pointer) else handle
+
+
+# nvmlFieldValue_t: field, scope, timestamp, latency, type, return, value. Its ctypes structure takes 3 x longer.
+ENTRY = Struct("=IIqqIi8s")
+LATENCY, RETURN = 3, 5
+Entry = tuple[Any, ...]
+_NUMBERS = [Struct(f"={code}") for code in ("d", "I4x", "Q", "Q", "q", "i4x", "H6x")]  # in the order of VALUE_MEMBERS
 
 
 def known(number: float) -> bool:
@@ -174,25 +180,25 @@ def known(number: float) -> bool:
     return number not in (2**32 - 1, 2**64 - 1) and math.isfinite(number)
 
 
-def number(value: Any, signed: bool = False) -> float | None:
-    """Return the number in an nvmlFieldValue_t, or None if unavailable. `signed` reads an unsigned type as signed.
+def number(entry: Entry, signed: bool = False) -> float | None:
+    """Return the number in an entry, or None if unavailable. `signed` reads an unsigned type as signed.
 
     Some drivers declare the type DOUBLE over an integer (R545 for field 82, others for ECC fields), and return an entry
     that they never wrote as DOUBLE 0 with the time 0. DCGM 4.6.0 has workarounds for both (NVML bugs 2032468, 4300930
     and 2009232 in its DcgmCacheManager.cpp).
     """
-    kind, union = member(value, "valueType"), member(value, "value")
-    if not 0 <= kind < len(VALUE_MEMBERS):
+    _, _, timestamp, _, kind, _, value = entry
+    if kind >= len(_NUMBERS):
         return None
-    name = VALUE_MEMBERS[kind]
-    result: float = member(union, name)
+    result: float
+    [result] = _NUMBERS[kind].unpack(value)
     if kind == DOUBLE:
-        integer: int = member(union, "ullVal")
-        if integer == 0 and member(value, "timestamp") == 0:
+        integer = int.from_bytes(value, "little")
+        if integer == 0 and timestamp == 0:
             return None
         if 0 < abs(result) < SMALLEST_DOUBLE or (signed and integer >= NEGATIVE_INTEGERS):
             result = integer
-    if name in SIGNED:
+    if kind in SIGNED:
         return result
     if signed and math.isfinite(result):
         bits = 64 if result >= 2**32 else 32

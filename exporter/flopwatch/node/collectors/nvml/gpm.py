@@ -14,8 +14,7 @@ from typing import Any
 
 from flopwatch import catalogue as m
 from flopwatch.catalogue import Metric
-from flopwatch.node.collectors.nvml.fields import Value
-from flopwatch.node.collectors.nvml.library import NvmlGpm, Struct
+from flopwatch.node.collectors.nvml.fields import NvmlLibrary, Structure, Value
 
 SHORTEST_INTERVAL = 0.1  # seconds between two samples, the least that NVML allows
 RETRY_SECONDS = 60.0  # after the driver refused a sample to this user
@@ -60,8 +59,8 @@ class Meter:
 
     def __init__(
         self,
-        nvml: NvmlGpm,
-        take: Callable[[Struct], object],
+        nvml: NvmlLibrary,
+        take: Callable[[Structure], object],
         metrics: tuple[int, ...],
         activity: GpmActivity,
         clock: Callable[[], float],

@@ -292,8 +292,7 @@ def _mig(card: NvmlCard) -> Values:
 def _instances(card: NvmlCard) -> Iterator[tuple[dict[str, str], Any]]:
     """Yield labels and memory (None: unreadable) of each MIG instance, except instances without a readable uuid.
 
-    A refusal (NO_PERMISSION) is logged, and is not an empty slot or unknown memory: the container lacks MIG's
-    capabilities.
+    A refusal (NO_PERMISSION) is logged, and is not an empty slot: the container lacks MIG's capabilities.
     https://docs.nvidia.com/datacenter/tesla/mig-user-guide/#device-nodes-and-capabilities
     """
     nvml = card.nvml
@@ -338,16 +337,16 @@ def _instances(card: NvmlCard) -> Iterator[tuple[dict[str, str], Any]]:
     card.incomplete = not failures <= {None, *LACKING, *EMPTY_SLOT} or bool(refused)
 
 
-def _gpm_supported(card: NvmlCard) -> bool:
-    """Return whether the GPU supports performance monitoring (GPM). The driver's answer is kept."""
+def _require_gpm(card: NvmlCard) -> None:
+    """Raise NVMLError if the GPU lacks performance monitoring (GPM). The driver's answer is kept."""
     if GPM not in card.latest:
         card.latest[GPM] = card.nvml.nvmlGpmQueryDeviceSupport(card.handle).isSupportedDevice
-    return card.latest[GPM] != 0
+    if card.latest[GPM] == 0:
+        raise card.nvml.NVMLError(card.nvml.NVML_ERROR_NOT_SUPPORTED)
 
 
 def _activity(card: NvmlCard) -> Values:
-    if not _gpm_supported(card):
-        raise card.nvml.NVMLError(card.nvml.NVML_ERROR_NOT_SUPPORTED)
+    _require_gpm(card)
     meter = card.meter()
     failure = _advance(card, meter)
     if meter.activity.profiled > 0 or not meter.refused:
@@ -388,8 +387,7 @@ def _advance(card: NvmlCard, meter: gpm.Meter) -> Exception | None:
 
 
 def _instance_activity(card: NvmlCard) -> Values:
-    if not _gpm_supported(card):
-        raise card.nvml.NVMLError(card.nvml.NVML_ERROR_NOT_SUPPORTED)
+    _require_gpm(card)
     failure: Exception | None = None
     for instance in sorted({labels["gpu_instance"] for labels in card.mig or ()}, key=int):
         meter = card.meter(instance)

@@ -221,7 +221,7 @@ class Xid:
         for pci in self._counts.strangers() if waited else ():
             start[pci] = from_the_start("")
             yield from self._gpu(pci, (pci, self._counts.introduced.get(pci, pci)), start[pci])
-        for code in sorted({code for owner in start for code in (*start[owner], *self._counts.xids.get(owner, ()))}):
+        for code in sorted({code for owner in start for code in self._counts.xids.get(owner, ())}):
             if code in xids():
                 row = xids()[code]
                 yield m.GPU_XID_INFO, (str(code), row.name, row.category, row.severity, row.action), 1

@@ -4,8 +4,6 @@ An owner is a GPU's uuid, or its PCI address until the uuid is known. All tables
 cannot make more series than a node has hardware.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -23,7 +21,7 @@ class Count(NamedTuple):
     number: int
     last: float
 
-    def and_at(self, at: float) -> Count:
+    def and_at(self, at: float) -> "Count":
         """Return the count with one more event at this Unix time."""
         return Count(self.number + 1, max(at, self.last))
 

@@ -116,10 +116,7 @@ def table() -> tuple[LinkErrorRow, ...]:
 
 def pattern(text: str) -> tuple[int, int]:
     """Parse 32 bits, the highest first, where `-` is any bit. Return mask and value."""
-    return (
-        int("".join("0" if bit == "-" else "1" for bit in text), 2),
-        int("".join("1" if bit == "1" else "0" for bit in text), 2),
-    )
+    return int(text.replace("0", "1").replace("-", "0"), 2), int(text.replace("-", "0"), 2)
 
 
 def _registers(text: str) -> LinkError | None:

@@ -6,7 +6,6 @@ not know. A thread waits for events, because NVML may hang and the reader must a
 while a GPU is missing, all GPUs are registered again. Events before and between registrations are lost.
 """
 
-import ctypes
 import threading
 import time
 from collections import deque
@@ -14,7 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from flopwatch.node.collectors.nvml.library import NvmlEvents
+from flopwatch.node.collectors.nvml.fields import identity
 from flopwatch.node.collectors.xid.kernel_lines import pci_address
 
 XID = 0x8
@@ -50,7 +49,7 @@ class Watcher:
     """Reader of NVML's events of all GPUs from `start` on. `library` is the pynvml module."""
 
     def __init__(
-        self, library: NvmlEvents, clock: Callable[[], float] = time.time, first_backoff: float = FIRST_BACKOFF
+        self, library: Any, clock: Callable[[], float] = time.time, first_backoff: float = FIRST_BACKOFF
     ) -> None:
         self._nvml = library
         self._clock, self._first_backoff = clock, first_backoff
@@ -75,11 +74,7 @@ class Watcher:
 
     def drain(self) -> list[NvmlEvent]:
         """Return the events since the last call, without waiting."""
-        events = []
-        with suppress(IndexError):
-            while True:
-                events.append(self._events.popleft())
-        return events
+        return [self._events.popleft() for _ in range(len(self._events))]
 
     @property
     def error(self) -> str:
@@ -155,7 +150,7 @@ class Watcher:
                 else:
                     unsupported = error
                 continue
-            handles[_identity(handle)] = self.devices[device.pci] = device
+            handles[identity(handle)] = self.devices[device.pci] = device
             notices |= supported
         if not handles:
             raise failure or unsupported or nvml.NVMLError(nvml.NVML_ERROR_NOT_FOUND)
@@ -179,7 +174,11 @@ class Watcher:
             self._take(data)
 
     def _take(self, data: Any) -> None:
-        device = self._handles.get(_identity(data.device)) or self._parent(data.device)
+        device, nvml = self._handles.get(identity(data.device)), self._nvml
+        if device is None:  # a MIG instance
+            with suppress(nvml.NVMLError):
+                parent = nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(data.device)
+                device = self._handles.get(identity(parent))
         if device is None:
             return
         if data.eventType == XID:
@@ -187,17 +186,3 @@ class Watcher:
                 self._events.append(NvmlEvent(device.pci, self._clock(), int(data.eventData), ""))
         elif data.eventType in NOTICES:
             self._events.append(NvmlEvent(device.pci, self._clock(), 0, NOTICES[data.eventType]))
-
-    def _parent(self, handle: Any) -> Device | None:
-        """Return the GPU of a MIG instance's handle, or None."""
-        nvml = self._nvml
-        with suppress(nvml.NVMLError):
-            return self._handles.get(_identity(nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)))
-        return None
-
-
-def _identity(handle: Any) -> object:
-    """Return a dictionary key for an nvmlDevice_t, because pynvml makes a new pointer object each time."""
-    if isinstance(handle, ctypes._Pointer):
-        return ctypes.cast(handle, ctypes.c_void_p).value
-    return handle

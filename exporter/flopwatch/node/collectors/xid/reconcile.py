@@ -41,12 +41,7 @@ class _Counted:
 
     def near(self, at: float, window: float) -> bool:
         """Return whether any counted event is within `window` seconds of `at`."""
-        for when, _ in reversed(self.events):
-            if when < at - window:
-                return False
-            if when <= at + window:
-                return True
-        return False
+        return any(abs(when - at) <= window for when, _ in reversed(self.events))
 
     def add(self, at: float, sources: Iterable[str]) -> None:
         self.events.append((at, set(sources)))
