@@ -1,4 +1,4 @@
-"""Write OUT/rules.yaml for Prometheus and OUT/alertmanager.yml for Alertmanager: `python -m alerts OUT`."""
+"""Write OUT/rules/*.yaml for Prometheus and OUT/alertmanager.yml for Alertmanager: `python -m alerts OUT`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from alerts import AlertSettings, alertmanager_yaml, alerts, rules_yaml
+from alerts import TIERS, AlertSettings, alertmanager_yaml, alerts, rules_yaml
 
 
 def names(text: str) -> tuple[str, ...]:
@@ -17,9 +17,14 @@ def names(text: str) -> tuple[str, ...]:
 
 KNOBS: dict[str, tuple[Callable[[str], Any], str]] = {
     "pace": (float, "how many times faster than production everything runs"),
-    "scrape_interval": (float, "seconds between scrapes at pace 1"),
+    "scrape_interval": (float, "seconds between scrapes of exporters at pace 1, five times those of the ledger"),
     "group_wait": (float, "seconds at pace 1 in which a cause must be sent before its consequence"),
+    "verdict_wait": (float, "seconds at pace 1 in which a cause must be sent before TrainingHang or TrainingStraggler"),
     "page_min_gpus": (int, "number of GPUs from which on a run pages"),
+    "gpu_hour_price": (
+        float,
+        "price of a GPU-hour in US dollars. TrainingStraggler then shows the cost of a straggler",
+    ),
     "slack_url_file": (Path, "file with Slack's incoming-webhook URL"),
     "pagerduty_key_file": (Path, "file with PagerDuty's integration key (Events API v2)"),
     "pagerduty_url": (str, "where to send PagerDuty's events, if not to PagerDuty"),
@@ -42,7 +47,7 @@ KNOBS: dict[str, tuple[Callable[[str], Any], str]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Read the flags and write rules.yaml and alertmanager.yml."""
+    """Read the flags and write rules/host.yaml, rules/run.yaml, rules/fleet.yaml and alertmanager.yml."""
     parser = argparse.ArgumentParser(prog="python -m alerts", description=__doc__)
     parser.add_argument("out", type=Path)
     default = AlertSettings()
@@ -55,8 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         alerts(settings)
     except ValueError as error:
         parser.error(str(error))
-    out.mkdir(parents=True, exist_ok=True)
-    for name, content in (("rules.yaml", rules_yaml(settings)), ("alertmanager.yml", alertmanager_yaml(settings))):
+    (out / "rules").mkdir(parents=True, exist_ok=True)
+    files = {f"rules/{tier}.yaml": rules_yaml(settings, tier) for tier in TIERS}
+    for name, content in (*files.items(), ("alertmanager.yml", alertmanager_yaml(settings))):
         (out / name).write_text(content, encoding="utf-8")
         print(out / name)
 

@@ -33,7 +33,8 @@ def each_series(query: str, arguments: str, text: str, by: str = "") -> str:
     """Return a Prometheus template that prints `text` for each series of a query whose %q are filled with `arguments`.
 
     Series are sorted by the label `by`. By default, those of an aggregation are sorted by the first label that it
-    keeps, because their order would be random.
+    keeps, because their order would be random. For series with a label, check for it in `text`: Prometheus answers
+    uuid!="" from the series of every GPU, each time that the alert is evaluated.
     """
     aggregation = re.match(r"(?:max|min|sum|count|group) by \((\w+)", query)
     order = by or (aggregation.group(1) if aggregation else "")
@@ -44,10 +45,13 @@ def each_series(query: str, arguments: str, text: str, by: str = "") -> str:
 def each_port(problem: str, text: str) -> str:
     """Return a template that prints `text` if the port of the alert has a series in `problem`, a PromQL expression.
 
-    In `problem`, %[1]q stands for the device, %[2]q for the port and %[3]q for the host.
+    In `problem`, %[1]q stands for the device, %[2]q for the port and %[3]q for the exporter's instance.
     """
-    query = f"max(({problem}) and on (instance, device, port) infiniband_info{{host=%[3]q}})"
-    return each_series(query, "$labels.device $labels.port $labels.host", text)
+    return each_series(
+        "topk(1, group by (instance) (infiniband_info{device=%q,port=%q,host=%q}))",
+        "$labels.device $labels.port $labels.host",
+        each_series(f"max({problem})", "$labels.device $labels.port .Labels.instance", text),
+    )
 
 
 def _xids(chosen: Iterable[int]) -> str:
@@ -69,17 +73,8 @@ _JOB = [code for code, row in xids().items() if not row.page and row.category in
 _APPLICATION = [code for code, row in xids().items() if row.category == "application"]
 
 FRAGMENTS: Mapping[str, str] = {
-    # Host of an exporter, joined on `instance`, so that a GPU without a name has a host as well. The current host has
-    # priority over the last known one, so that a renamed host has its new name at once. An exporter without a known
-    # host gives an alert without `host`, but not in its first two minutes, because the host is recorded once a minute.
-    "host": """\
-topk by (instance) (1,
-  instance:host:info
-    or on (instance)
-  last_over_time(instance:host:info[<duration>])
-    or on (instance)
-  group by (instance) (flopwatch_build_info offset <2m>)
-)""",
+    # After a restart of Prometheus, the host's old name may be recorded next to the new one for five minutes.
+    "host": "topk by (instance) (1, instance:host:last30m)",
     # The host of an exporter, or a series without `host` if it is not known yet.
     "host_of_exporter": """\
 (
@@ -95,8 +90,9 @@ topk by (instance) (1,
     "meaning_of_hardware_xid": _meaning(_HARDWARE),
     "meaning_of_job_xid": _meaning(_JOB),
     "meaning_of_application_xid": _meaning(_APPLICATION),
-    # Pages that an Xid explains and that may outlast it.
-    "after_xid": "NodeLost|GpuMissing|GpuTooFew|GpuRecoveryNeeded|NvlinkDown|NvlinkFabricUnhealthy",
+    # Pages that an Xid explains and that may outlast it. So may NodeLost, which reads series of runs and ends at most
+    # two minutes after FlopwatchExporterDown.
+    "after_xid": "GpuMissing|GpuTooFew|GpuRecoveryNeeded|NvlinkDown|NvlinkFabricUnhealthy",
     "host_causes": "|".join(HOST_CAUSES),
     "part_causes": "|".join(PART_CAUSES),
     "gpu_causes": "|".join(GPU_CAUSES),
@@ -107,6 +103,19 @@ topk by (instance) (1,
     "of_host": OF_HOST,
     "of_run": OF_RUN,
     "stands_still": STANDS_STILL,
+    # Age of the open step of a run that hangs. It is absent in the first minute without a suspect, or with a sign of a
+    # fault that has an alert of its own. That alert must exist first, to be sent in place of the run's.
+    "hang": """\
+max by (run) (run_hang_seconds)
+  and on (run)
+(
+  group by (run) (run_hang_suspect_ratio)
+    unless on (run)
+  run_hang_sign_ranks{sign=~"gone|gpu|link"}
+    or on (run)
+  group by (run) (run_hang_seconds offset <1m>)
+)""",
+    "of_port": "instance=%[3]q,device=%[1]q,port=%[2]q",  # in a query of each_port
     "port": "Port {{ $labels.port }} of {{ $labels.device }} on {{ $labels.host }}",
     "gpu": "GPU"
     + each_series(
@@ -114,21 +123,25 @@ topk by (instance) (1,
     )
     + "{{ with $labels.uuid }} ({{ . }}){{ end }}{{ with $labels.host }} of {{ . }}{{ end }}",
     # Ranks on the GPU $labels.uuid. A GPU without a uuid has no known ranks.
-    "ranks_on_gpu": each_series(
-        'group by (run, rank) (last_over_time(training_rank_info{uuid=%q,uuid!=""}[<5m>]))',
+    "ranks_on_gpu": "{{ if $labels.uuid }}"
+    + each_series(
+        "group by (run, rank) (last_over_time(training_rank_info{uuid=%q}[<5m>]))",
         "$labels.uuid",
         " Rank {{ .Labels.rank }} of run {{ .Labels.run }} runs on this GPU.",
-    ),
-    "runs_on_host": each_series(
-        'count by (run) (group by (run, rank) (last_over_time(training_rank_info{host=%q,host!=""}[<5m>])))',
+    )
+    + "{{ end }}",
+    "runs_on_host": "{{ if $labels.host }}"
+    + each_series(
+        "count by (run) (group by (run, rank) (last_over_time(training_rank_info{host=%q}[<5m>])))",
         "$labels.host",
         " Run {{ .Labels.run }} has {{ .Value }} of its ranks on this host.",
-    ),
+    )
+    + "{{ end }}",
     # Host of the rank .Labels.rank of the run $labels.run, if it is known.
     "on_host": each_series(
-        'topk(1, max by (host) (training_rank_info{run=%q,rank=%q,host!=""}))',
+        "max by (host) (training_rank_info{run=%q,rank=%q})",
         "$labels.run .Labels.rank",
-        " on {{ .Labels.host }}",
+        "{{ with .Labels.host }} on {{ . }}{{ end }}",
     ),
     # Source lines at which ranks of the run $labels.run are stuck, and the ranks at lines with at most two ranks.
     "lines": each_series(

@@ -5,7 +5,8 @@ has its own Slack channel and PagerDuty service, for alerts with its label. Whet
 depends on the run's size (run:training_page:bool). A webhook and an e-mail address receive all alerts if they are set.
 
 One incident is one page, because consequences are inhibited (INHIBITIONS). A cause is sent no later than its
-consequence, and `group_wait` is longer than the evaluations between the two. A cause ends no earlier than a page that
+consequence: `group_wait` is longer than the evaluations between the two, and so is `verdict_wait` with the time that a
+verdict takes. A cause ends no earlier than a page that
 it inhibits. A host and a run share no label, and neither do a leaf and its hosts. The alerts RunOnFaultyHost and
 HostOnFaultyLeaf connect them, and are sent to no receiver.
 
@@ -71,6 +72,7 @@ GPU_GONE = "GpuMissing|GpuTooFew|GpuRecoveryNeeded|GpuDriverNotLoaded|NvlinkFabr
 GPU_ERRORS = "GpuRepairPending|GpuEccUncorrected|GpuXidWarning|GpuPcie.+|NvlinkDown|NvlinkErrors"
 FABRIC = "Infiniband.+|RailImbalance|EfaErrors|RoceMisconfigured"
 SLOW = "TrainingMfuDrop|TrainingDataStall|GpuIdleAllocated"
+VERDICTS = "TrainingHang|TrainingStraggler"  # of the ledger, evaluated and sent sooner than other alerts
 ACCOUNTING = "TrainingGoodputLow|TrainingCheckpoint.+|TrainingWorkAtRisk"
 
 # From the cause that explains most to the one that explains least. Inhibitions must be acyclic, or all alerts of a
@@ -94,6 +96,7 @@ INHIBITIONS = (
     ),
     Inhibition("InfinibandLinkErrors", "InfinibandErrorRate|RailImbalance", ("host", "device", "port")),
     Inhibition("FlopwatchExporterDown", "Flopwatch(Collector|ExporterBlind|Clock).*", ("host", "instance")),
+    Inhibition("FlopwatchExporterDown", "FlopwatchLedgerDown", ("instance",)),
     # A job that hangs is ended by its watchdog, and then it is down.
     Inhibition("TrainingHang", f"TrainingDown|TrainingStalled|{SLOW}|{ACCOUNTING}", ("run",)),
     Inhibition("TrainingDown", f"TrainingRestartStorm|TrainingStalled|{SLOW}|{ACCOUNTING}", ("run",)),
@@ -108,7 +111,7 @@ LEDGERS = Inhibition("FlopwatchLedgerDown", "FlopwatchLedgerUnreachable", ())
 def alertmanager(settings: AlertSettings) -> dict[str, object]:
     """Return the configuration of Alertmanager as a dictionary."""
     often = settings.at_pace(settings.watchdog_interval)
-    everything = [{"receiver": name, "continue": True} for name in _everything(settings)]
+    deliveries = _deliveries(settings)
     return {
         "route": {
             "receiver": "slack",
@@ -126,20 +129,13 @@ def alertmanager(settings: AlertSettings) -> dict[str, object]:
                 },
                 {"receiver": "null", "matchers": ['severity =~ "info|none"']},
                 {"receiver": "null", "matchers": ['shadow = "true"']},
-                *everything,
-                *(
-                    {
-                        "receiver": f"slack-{team}",
-                        "matchers": [f'team = "{team}"'],
-                        "routes": [
-                            {"receiver": f"pagerduty-{team}", "matchers": ['severity = "critical"'], "continue": True},
-                            {"receiver": f"slack-{team}"},
-                        ],
-                    }
-                    for team in settings.teams
-                ),
-                {"receiver": "pagerduty", "matchers": ['severity = "critical"'], "continue": True},
-                {"receiver": "slack"},
+                {
+                    "receiver": "slack",
+                    "matchers": [f'alertname =~ "{VERDICTS}"'],
+                    "group_wait": settings.at_pace(settings.verdict_wait),
+                    "routes": deliveries,
+                },
+                *deliveries,
             ],
         },
         "inhibit_rules": inhibit_rules(settings),
@@ -187,6 +183,26 @@ def inhibit_rules(settings: AlertSettings) -> list[dict[str, object]]:
                 }
             )
     return made
+
+
+def _deliveries(settings: AlertSettings) -> list[dict[str, Any]]:
+    """Return the routes from an alert's severity and team to the receivers."""
+    return [
+        *({"receiver": name, "continue": True} for name in _everything(settings)),
+        *(
+            {
+                "receiver": f"slack-{team}",
+                "matchers": [f'team = "{team}"'],
+                "routes": [
+                    {"receiver": f"pagerduty-{team}", "matchers": ['severity = "critical"'], "continue": True},
+                    {"receiver": f"slack-{team}"},
+                ],
+            }
+            for team in settings.teams
+        ),
+        {"receiver": "pagerduty", "matchers": ['severity = "critical"'], "continue": True},
+        {"receiver": "slack"},
+    ]
 
 
 def _of_team(path: Path, team: str) -> Path:

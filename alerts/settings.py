@@ -41,6 +41,8 @@ class AlertSettings:
 
     page_min_gpus: int = 64  # a run with fewer GPUs does not page, unless its hook sets page="always"
 
+    gpu_hour_price: float = 0.0  # US dollars, for the cost of a straggler in its alert; 0: the alert has no cost
+
     # Thresholds that a dashboard or a recording rule shows, too.
     straggler_warning: float = 0.10  # share of every step that a straggler costs
     straggler_critical: float = 0.20
@@ -48,6 +50,9 @@ class AlertSettings:
     transceiver_celsius: float = 70.0  # NVIDIA UFM's limit
 
     group_wait: float = 45.0  # longer than two evaluations, the largest delay of a cause after its consequence
+    verdict_wait: float = (
+        9.0  # shorter, because a verdict of the ledger takes longer than the evaluations of its causes
+    )
     group_interval: float = 120.0
     repeat_interval: float = 43_200.0
     watchdog_interval: float = 60.0
@@ -78,6 +83,11 @@ class AlertSettings:
                 f"scrape_interval {self.scrape_interval:g} s: write {MIN_WINDOW / 4:g} or less; the shortest window of "
                 f"a rule, {MIN_WINDOW:g} s, has to hold four scrapes"
             )
+
+    @property
+    def ledger_interval(self) -> float:
+        """Seconds at pace 1 between scrapes of the ledger, and between evaluations of the alerts on its verdicts."""
+        return self.scrape_interval / 5
 
     def seconds_at_pace(self, seconds: float) -> str:
         """Return seconds at pace 1, divided by the pace, as a number to compare with time()."""

@@ -3,7 +3,7 @@
 - `<5m>` is a duration and `<300_seconds>` a number of seconds. Both are divided by the pace.
 - `<4_scrapes>` is a duration of four scrape intervals.
 - `<straggler_warning>` is a field of AlertSettings.
-- Any other `<name>` is a fragment of PromQL or of a Prometheus template, `<name:30m>` one with a duration in it.
+- Any other `<name>` is a fragment of PromQL or of a Prometheus template.
 
 PromQL has a space after each `<`, so that a comparison is never mistaken for a placeholder.
 """
@@ -16,7 +16,7 @@ from textwrap import dedent
 
 from alerts.settings import AlertSettings, seconds
 
-PLACEHOLDER = re.compile(r"<([a-z0-9][a-z0-9_.]*)(?::(\w+))?>")
+PLACEHOLDER = re.compile(r"<([a-z0-9][a-z0-9_.]*)>")
 DURATION = re.compile(r"(\d+(?:ms|[wdhms]))+")
 
 
@@ -34,7 +34,7 @@ def _fill_line(line: str, settings: AlertSettings, fragments: Mapping[str, str])
     indent = line[: len(line) - len(line.lstrip())]
 
     def value(match: re.Match[str]) -> str:
-        name, argument = match[1], match[2]
+        name = match[1]
         if DURATION.fullmatch(name):
             return settings.at_pace(seconds(name))
         if name.endswith("_seconds"):
@@ -42,8 +42,7 @@ def _fill_line(line: str, settings: AlertSettings, fragments: Mapping[str, str])
         if name.endswith("_scrapes"):
             return settings.at_pace(float(name.removesuffix("_scrapes")) * settings.scrape_interval)
         if name in fragments:
-            text = fragments[name].replace("<duration>", f"<{argument or '5m'}>")
-            return PLACEHOLDER.sub(value, text).replace("\n", f"\n{indent}")
+            return PLACEHOLDER.sub(value, fragments[name]).replace("\n", f"\n{indent}")
         return f"{getattr(settings, name):g}"
 
     return PLACEHOLDER.sub(value, line)

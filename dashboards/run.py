@@ -341,6 +341,7 @@ errors = [
         unit="none",
         width=24,
         height=7,
+        no_data="No Xid was counted on the GPUs of the run.",
     ),
 ]
 

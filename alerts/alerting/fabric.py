@@ -12,16 +12,11 @@ from alerts.fragments import each_port, each_series
 _INFINIBAND_PORT_DOWN = (
     "<port>:"
     + each_port(
-        "max by (instance, device, port) "
-        + "(last_over_time(infiniband_port_state_id{device=%[1]q,port=%[2]q}[<5m>])) < 4 and on "
-        + "(instance, device, port) port:infiniband_was_active:bool",
+        "last_over_time(infiniband_port_state_id{<of_port>}[<5m>]) < 4 and on (instance, device, port) "
+        + "port:infiniband_was_active:bool{<of_port>}",
         " Its state is {{ .Value }} (4 is active).",
     )
-    + each_port(
-        "max by (instance, device, port) "
-        + "(last_over_time(infiniband_port_present{device=%[1]q,port=%[2]q}[<5m>])) == 0",
-        " It is missing in /sys.",
-    )
+    + each_port("last_over_time(infiniband_port_present{<of_port>}[<5m>]) == 0", " It is missing in /sys.")
     + "<runs_on_host>"
 )
 
@@ -40,9 +35,9 @@ ALERTS: tuple[Alert, ...] = (
                   or
                 increase(infiniband_link_downed_total[<5m>]) > 0
                   or
-                infiniband_port_state_id < 4 and on (instance, device, port) port:infiniband_was_active:bool
-                  or
-                infiniband_port_present == 0
+                (port:infiniband_inactive:bool or port:infiniband_missing:bool)
+                  and on (instance)
+                flopwatch_build_info
               ) * on (instance) group_left (host) <host>
             )
         """,
@@ -52,19 +47,18 @@ ALERTS: tuple[Alert, ...] = (
         description=(
             "<port>:"
             + each_port(
-                "increase(infiniband_symbol_errors_total{device=%[1]q,port=%[2]q}[<5m>]) > 10",
+                "increase(infiniband_symbol_errors_total{<of_port>}[<5m>]) > 10",
                 ' {{ printf "%.0f" .Value }} symbol errors in <5m>.',
             )
             + each_port(
-                "increase(infiniband_link_downed_total{device=%[1]q,port=%[2]q}[<5m>]) > 0",
-                " The link went down in the last <5m>.",
+                "increase(infiniband_link_downed_total{<of_port>}[<5m>]) > 0", " The link went down in the last <5m>."
             )
             + each_port(
-                "infiniband_port_state_id{device=%[1]q,port=%[2]q} < 4 and on (instance, device, port) "
-                + "port:infiniband_was_active:bool",
+                "infiniband_port_state_id{<of_port>} < 4 and on (instance, device, port) "
+                + "port:infiniband_was_active:bool{<of_port>}",
                 " Its state is {{ .Value }} (4 is active).",
             )
-            + each_port("infiniband_port_present{device=%[1]q,port=%[2]q} == 0", " It is missing in /sys.")
+            + each_port("infiniband_port_present{<of_port>} == 0", " It is missing in /sys.")
             + each_series(
                 "group by (run) (training_rank_info{host=%q})",
                 "$labels.host",
@@ -74,31 +68,16 @@ ALERTS: tuple[Alert, ...] = (
     ),
     # State 4 is active, 5 active-defer. A job continues without a storage or management port. A switch that restarts
     # one port takes less than `for`. leptonai/gpud calls a longer outage a drop.
+    # It is in the group `hardware`, so that RunOnFaultyHost fires before the alert of a run is sent.
     Alert(
         name="InfinibandPortDown",
-        group="fabric",
+        group="hardware",
         severity="critical",
         identity=("host", "device", "port"),
         expr="""
-            group by (host, device, port) (
-              (
-                group by (instance, device, port) (
-                  max by (instance, device, port) (last_over_time(infiniband_port_state_id[<5m>])) < 4
-                    and on (instance, device, port)
-                  port:infiniband_was_active:bool
-                    unless on (instance, device, port)
-                  last_over_time(infiniband_info{role=~"management|storage"}[<5m>])
-                )
-                  or on (instance, device, port)
-                group by (instance, device, port) (
-                  max by (instance, device, port) (last_over_time(infiniband_port_present[<5m>])) == 0
-                    unless on (instance, device, port)
-                  last_over_time(infiniband_info{role=~"management|storage"}[<5m>])
-                )
-              ) * on (instance) group_left (host) <host>
-            )
+            port:infiniband_down:bool
               and on (host)
-            group by (host) (last_over_time(training_rank_info[<5m>]) and on (run) run:training_page:bool)
+            (last_over_time(host:training_run:info[<5m>]) and on (run) run:training_page:bool)
         """,
         for_="4m",
         summary="Port is down or missing",
@@ -106,22 +85,14 @@ ALERTS: tuple[Alert, ...] = (
     ),
     Alert(
         name="InfinibandPortDown",
-        group="fabric",
+        group="hardware",
         severity="warning",
         identity=("host", "device", "port"),
         expr="""
             group by (host, device, port) (
-              (
-                group by (instance, device, port) (
-                  max by (instance, device, port) (last_over_time(infiniband_port_state_id[<5m>])) < 4
-                    and on (instance, device, port)
-                  port:infiniband_was_active:bool
-                )
-                  or on (instance, device, port)
-                group by (instance, device, port) (
-                  max by (instance, device, port) (last_over_time(infiniband_port_present[<5m>])) == 0
-                )
-              ) * on (instance) group_left (host) <host>
+              (port:infiniband_inactive:bool or port:infiniband_missing:bool)
+                * on (instance) group_left (host)
+              <host>
             )
         """,
         for_="4m",
@@ -145,36 +116,24 @@ ALERTS: tuple[Alert, ...] = (
         summary="Link goes down and up repeatedly",
         description=(
             "<port> went down and came back at least three times within 12 h."
-            + each_series(
-                "max(infiniband_link_flaps_total{device=%[1]q,port=%[2]q} and on (instance, device, port) "
-                + "infiniband_info{host=%[3]q})",
-                "$labels.device $labels.port $labels.host",
-                " It has flapped {{ .Value }} times in total.",
-            )
+            + each_port("infiniband_link_flaps_total{<of_port>}", " It has flapped {{ .Value }} times in total.")
             + "<runs_on_host>"
         ),
     ),
     # After a failure, a link may train at a lower rate first and again right after.
     Alert(
         name="InfinibandRateLow",
-        group="fabric",
+        group="slow",
         severity="warning",
         identity=("host", "device", "port"),
         expr="""
             group by (host, device, port) (
               (
-                group by (instance, device, port) (
-                  min by (instance, device, port) (last_over_time(infiniband_port_rate_bytes_per_second[<5m>]))
-                      * 8e-09
-                    < on (instance, device, port)
-                  <rate_share> * 8e-09
-                    *
-                  max by (instance, device, port) (
-                    last_over_time(infiniband_port_expected_rate_bytes_per_second[<5m>])
-                  )
-                    and on (instance, device, port)
-                  max by (instance, device, port) (last_over_time(infiniband_port_state_id[<5m>])) >= 4
-                )
+                last_over_time(infiniband_port_rate_bytes_per_second[<5m>])
+                  <
+                <rate_share> * last_over_time(infiniband_port_expected_rate_bytes_per_second[<5m>])
+                  and on (instance, device, port)
+                last_over_time(infiniband_port_state_id[<5m>]) >= 4
               ) * on (instance) group_left (host) <host>
             )
         """,
@@ -183,17 +142,12 @@ ALERTS: tuple[Alert, ...] = (
         description=(
             "<port>:"
             + each_port(
-                "min by (instance, device, port) "
-                + "(last_over_time(infiniband_port_rate_bytes_per_second{device=%[1]q,port=%[2]q}[<5m>])) * "
-                + "8e-9 < on (instance, device, port) <rate_share> * 8e-9 * max by (instance, device, port) "
-                + "(last_over_time(infiniband_port_expected_rate_bytes_per_second[<5m>])) and on (instance, "
-                + "device, port) max by (instance, device, port) "
-                + "(last_over_time(infiniband_port_state_id[<5m>])) >= 4",
+                "8e-9 * last_over_time(infiniband_port_rate_bytes_per_second{<of_port>}[<5m>]) < <rate_share> * 8e-9 "
+                + "* last_over_time(infiniband_port_expected_rate_bytes_per_second{<of_port>}[<5m>]) and on (instance, "
+                + "device, port) last_over_time(infiniband_port_state_id{<of_port>}[<5m>]) >= 4",
                 ' It runs at {{ printf "%.0f" .Value }} Gb/s.'
-                + each_series(
-                    "max(8e-9 * infiniband_port_expected_rate_bytes_per_second{device=%[1]q,port=%[2]q} and "
-                    + "on (instance, device, port) infiniband_info{host=%[3]q})",
-                    "$labels.device $labels.port $labels.host",
+                + each_port(
+                    "8e-9 * infiniband_port_expected_rate_bytes_per_second{<of_port>}",
                     ' Its highest rate so far was {{ printf "%.0f" .Value }} Gb/s.',
                 ),
             )
@@ -214,9 +168,8 @@ ALERTS: tuple[Alert, ...] = (
               (
                 group by (instance, device, port) (
                   rate(infiniband_symbol_errors_total[<12m>])
-                    > on (instance, device, port)
-                  8e-14 * max
-                      by (instance, device, port) (last_over_time(infiniband_port_rate_bytes_per_second[<5m>]))
+                    >
+                  8e-14 * last_over_time(infiniband_port_rate_bytes_per_second[<5m>])
                 )
                   or on (instance, device, port)
                 group by (instance, device, port) (60 * rate(infiniband_link_error_recovery_total[<5m>]) > 5)
@@ -243,29 +196,28 @@ ALERTS: tuple[Alert, ...] = (
         description=(
             "<port>:"
             + each_port(
-                "rate(infiniband_symbol_errors_total{device=%[1]q,port=%[2]q}[<12m>]) > on (instance, "
-                + "device, port) 8e-14 * max by (instance, device, port) "
-                + "(last_over_time(infiniband_port_rate_bytes_per_second[<5m>]))",
+                "rate(infiniband_symbol_errors_total{<of_port>}[<12m>]) > 8e-14 * "
+                + "last_over_time(infiniband_port_rate_bytes_per_second{<of_port>}[<5m>])",
                 ' {{ printf "%.2g" .Value }} symbol errors a second in the last <12m> (limit: 1 in 10^14 bits).',
             )
             + each_port(
-                "60 * rate(infiniband_link_error_recovery_total{device=%[1]q,port=%[2]q}[<5m>]) > 5",
+                "60 * rate(infiniband_link_error_recovery_total{<of_port>}[<5m>]) > 5",
                 ' {{ printf "%.1f" .Value }} recoveries of the link a minute.',
             )
             + each_port(
-                "rate(infiniband_receive_errors_total{device=%[1]q,port=%[2]q}[<5m>]) > 10",
+                "rate(infiniband_receive_errors_total{<of_port>}[<5m>]) > 10",
                 ' {{ printf "%.1f" .Value }} packets a second arrive with errors.',
             )
             + each_port(
-                "increase(infiniband_local_link_integrity_errors_total{device=%[1]q,port=%[2]q}[<5m>]) > 0",
+                "increase(infiniband_local_link_integrity_errors_total{<of_port>}[<5m>]) > 0",
                 ' {{ printf "%.0f" .Value }} local link integrity errors in <5m>.',
             )
             + each_port(
-                "increase(infiniband_excessive_buffer_overrun_errors_total{device=%[1]q,port=%[2]q}[<5m>]) > 0",
+                "increase(infiniband_excessive_buffer_overrun_errors_total{<of_port>}[<5m>]) > 0",
                 ' {{ printf "%.0f" .Value }} buffer overruns in <5m>.',
             )
             + each_port(
-                "increase(infiniband_invariant_crc_errors_total{device=%[1]q,port=%[2]q}[<5m>]) > 0",
+                "increase(infiniband_invariant_crc_errors_total{<of_port>}[<5m>]) > 0",
                 ' {{ printf "%.0f" .Value }} packets corrupted in transit in <5m>.',
             )
             + "<runs_on_host>"

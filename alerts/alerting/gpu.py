@@ -34,9 +34,9 @@ ALERTS: tuple[Alert, ...] = (
         identity=("host", "uuid"),
         expr="""
             max by (host, uuid) (
-              (max by (instance, uuid) (increase(gpu_ecc_errors_total{error="uncorrected"}[<30m>])) > 0)
+              (increase(gpu_ecc_errors_total{error="uncorrected"}[<30m>]) > 0)
                 * on (instance) group_left (host)
-              <host:30m>
+              <host>
             )
         """,
         for_="0s",
@@ -56,11 +56,11 @@ ALERTS: tuple[Alert, ...] = (
         expr="""
             group by (host, uuid) (
               (
-                max by (instance, uuid) (last_over_time(gpu_row_remap_failure[<5m>])) == 1
+                last_over_time(gpu_row_remap_failure[<5m>]) == 1
                   or on (instance, uuid)
-                max by (instance, uuid) (last_over_time(gpu_sram_error_threshold_exceeded[<5m>])) == 1
+                last_over_time(gpu_sram_error_threshold_exceeded[<5m>]) == 1
                   or on (instance, uuid)
-                max by (instance, uuid) (last_over_time(gpu_remapped_rows_total{error="uncorrected"}[<5m>])) >= 512
+                last_over_time(gpu_remapped_rows_total{error="uncorrected"}[<5m>]) >= 512
               ) * on (instance) group_left (host) <host>
             )
         """,
@@ -89,17 +89,17 @@ ALERTS: tuple[Alert, ...] = (
     # A GPU that needs a reset may get it within `for`, between two jobs.
     Alert(
         name="GpuRepairPending",
-        group="gpu",
+        group="slow",
         severity="warning",
         identity=("host", "uuid"),
         expr="""
             group by (host, uuid) (
               (
-                max by (instance, uuid) (last_over_time(gpu_row_remap_pending[<5m>])) == 1
+                last_over_time(gpu_row_remap_pending[<5m>]) == 1
                   or on (instance, uuid)
-                max by (instance, uuid) (last_over_time(gpu_retired_pages_pending[<5m>])) == 1
+                last_over_time(gpu_retired_pages_pending[<5m>]) == 1
                   or on (instance, uuid)
-                max by (instance, uuid) (last_over_time(gpu_repair_pending[<5m>])) == 1
+                last_over_time(gpu_repair_pending[<5m>]) == 1
               ) * on (instance) group_left (host) <host>
             )
         """,
@@ -233,7 +233,7 @@ ALERTS: tuple[Alert, ...] = (
     # An update of the driver takes less than `for`.
     Alert(
         name="GpuDriverNotLoaded",
-        group="gpu",
+        group="slow",
         severity="warning",
         identity=("host",),
         expr="""
@@ -254,17 +254,14 @@ ALERTS: tuple[Alert, ...] = (
     # Window and `for` together are ten minutes. Fail-slow lasts tens of seconds or longer (FALCON).
     Alert(
         name="GpuThermalThrottling",
-        group="gpu",
+        group="slow",
         severity="warning",
         identity=("host", "uuid"),
         expr="""
             max by (host, uuid) (
               (
-                max by (instance, uuid) (
-                  rate(
-                    gpu_clock_event_seconds_total{reason=~"sw_thermal_slowdown|hw_thermal_slowdown|thermal"}[<5m>]
-                  )
-                ) > 0.1
+                rate(gpu_clock_event_seconds_total{reason=~"sw_thermal_slowdown|hw_thermal_slowdown|thermal"}[<5m>])
+                  > 0.1
               ) * on (instance) group_left (host) <host>
             )
         """,
@@ -285,22 +282,20 @@ ALERTS: tuple[Alert, ...] = (
     # cap for half of the time is too much.
     Alert(
         name="GpuPowerThrottling",
-        group="gpu",
+        group="slow",
         severity="warning",
         identity=("host", "uuid"),
         expr="""
             max by (host, uuid) (
               (
-                max by (instance, uuid) (
-                  rate(gpu_clock_event_seconds_total{reason=~"hw_power_brake_slowdown"}[<5m>])
-                ) > 0.1
+                rate(gpu_clock_event_seconds_total{reason=~"hw_power_brake_slowdown"}[<5m>]) > 0.1
                   or on (instance, uuid)
-                max by (instance, uuid) (rate(gpu_clock_event_seconds_total{reason=~"sw_power_cap"}[<5m>])) > 0.5
+                rate(gpu_clock_event_seconds_total{reason=~"sw_power_cap"}[<5m>]) > 0.5
                   and on (instance, uuid)
                 (
-                  max by (instance, uuid) (last_over_time(gpu_power_limit_watts[<5m>]))
-                    < on (instance, uuid)
-                  0.95 * max by (instance, uuid) (last_over_time(gpu_power_limit_default_watts[<5m>]))
+                  last_over_time(gpu_power_limit_watts[<5m>])
+                    <
+                  0.95 * last_over_time(gpu_power_limit_default_watts[<5m>])
                 )
               ) * on (instance) group_left (host) <host>
             )
@@ -328,21 +323,21 @@ ALERTS: tuple[Alert, ...] = (
     # A healthy H100 at full load keeps a margin of 15 °C or more.
     Alert(
         name="GpuHot",
-        group="gpu",
+        group="slow",
         severity="warning",
         identity=("host", "uuid"),
         expr="""
             group by (host, uuid) (
               (
-                max by (instance, uuid) (last_over_time(gpu_temperature_margin_celsius[<5m>]))
-                  - on (instance, uuid)
-                max by (instance, uuid) (
+                last_over_time(gpu_temperature_margin_celsius[<5m>])
+                  < on (instance, uuid) group_left ()
+                3 + max by (instance, uuid) (
                   last_over_time(gpu_temperature_limit_margin_celsius{limit="slowdown"}[<5m>])
-                ) < 3
+                )
                   or on (instance, uuid)
-                max by (instance, uuid) (last_over_time(gpu_temperature_limit_celsius{limit="slowdown"}[<5m>]))
-                  - on (instance, uuid)
-                max by (instance, uuid) (last_over_time(gpu_temperature_celsius[<5m>])) < 3
+                last_over_time(gpu_temperature_celsius[<5m>])
+                  > on (instance, uuid) group_left ()
+                max by (instance, uuid) (last_over_time(gpu_temperature_limit_celsius{limit="slowdown"}[<5m>])) - 3
               ) * on (instance) group_left (host) <host>
             )
         """,
@@ -363,27 +358,23 @@ ALERTS: tuple[Alert, ...] = (
     # T4 or an A10G connect 8 of its 16 lanes.
     Alert(
         name="GpuPcieDegraded",
-        group="gpu",
+        group="slow",
         severity="warning",
         identity=("host", "uuid"),
         expr="""
             group by (host, uuid) (
               (
-                max by (instance, uuid) (last_over_time(gpu_pcie_width_lanes[<5m>]))
+                last_over_time(gpu_pcie_width_lanes[<5m>])
                   < on (instance) group_left ()
                 max by (instance) (last_over_time(host_expected_parts{kind="pcie_lanes_per_gpu"}[<5m>]))
                   or on (instance, uuid)
-                max by (instance, uuid) (last_over_time(gpu_pcie_width_lanes[<5m>]))
-                  < on (instance, uuid)
-                max by (instance, uuid) (last_over_time(gpu_pcie_width_max_lanes[<5m>]))
+                last_over_time(gpu_pcie_width_lanes[<5m>]) < last_over_time(gpu_pcie_width_max_lanes[<5m>])
                   unless on (instance)
                 last_over_time(host_expected_parts{kind="pcie_lanes_per_gpu"}[<5m>])
                   or on (instance, uuid)
-                max by (instance, uuid) (max_over_time(gpu_pcie_generation[<5m>]))
-                  < on (instance, uuid)
-                max by (instance, uuid) (last_over_time(gpu_pcie_generation_max[<5m>]))
+                max_over_time(gpu_pcie_generation[<5m>]) < last_over_time(gpu_pcie_generation_max[<5m>])
                   and on (instance, uuid)
-                min by (instance, uuid) (min_over_time(gpu_utilization_ratio[<5m>])) > 0.5
+                min_over_time(gpu_utilization_ratio[<5m>]) > 0.5
               ) * on (instance) group_left (host) <host>
             )
         """,
@@ -414,13 +405,13 @@ ALERTS: tuple[Alert, ...] = (
         expr="""
             group by (host, uuid) (
               (
-                max by (instance, uuid) (rate(gpu_pcie_replays_total[<5m>]))
-                  > on (instance, uuid)
-                0.001 * 2 ^ max by (instance, uuid) (last_over_time(gpu_pcie_generation_max[<5m>]))
-                  * on (instance, uuid)
-                max by (instance, uuid) (last_over_time(gpu_pcie_width_max_lanes[<5m>]))
+                rate(gpu_pcie_replays_total[<5m>])
+                  >
+                0.001 * 2 ^ last_over_time(gpu_pcie_generation_max[<5m>])
+                  *
+                last_over_time(gpu_pcie_width_max_lanes[<5m>])
                   or on (instance, uuid)
-                max by (instance, uuid) (increase(gpu_pcie_errors_total{error=~"fatal|non_fatal"}[<5m>])) > 0
+                increase(gpu_pcie_errors_total{error=~"fatal|non_fatal"}[<5m>]) > 0
               ) * on (instance) group_left (host) <host>
             )
         """,
@@ -446,32 +437,16 @@ ALERTS: tuple[Alert, ...] = (
     # slow file system are over within `for`.
     Alert(
         name="GpuIdleAllocated",
-        group="gpu",
+        group="slow",
         severity="warning",
         identity=("run",),
-        expr="""
-            count by (run) (
-              group by (run, uuid, host) (last_over_time(training_rank_info{uuid!=""}[<5m>]))
-                and on (uuid)
-              (
-                max by (uuid) (rate(gpu_sm_active_seconds_total[<5m>]))
-                  /
-                max by (uuid) (rate(gpu_profiled_seconds_total[<5m>])) < 0.01
-                  or on (uuid)
-                max by (uuid) (max_over_time(gpu_utilization_ratio[<5m>])) < 0.01
-              )
-            )
-        """,
+        expr="sum by (run) (host:gpu_idle_allocated:count)",
         for_="30m",
         summary="Allocated GPUs are idle",
         description=(
             "Run {{ $labels.run }} has ranks on GPUs that have been idle for <30m>. Number of these GPUs: {{ $value "
             + "}}. The first hosts, with their idle GPUs:\n{{- range $i, $gpus := "
-            + "printf `count by (host) (group by (run, uuid, host) "
-            + '(last_over_time(training_rank_info{run=%q,uuid!=""}[<5m>])) and on (uuid) ( max by (uuid) '
-            + "(rate(gpu_sm_active_seconds_total[<5m>])) / max by (uuid) "
-            + "(rate(gpu_profiled_seconds_total[<5m>])) < 0.01 or on (uuid) max by (uuid) "
-            + "(max_over_time(gpu_utilization_ratio[<5m>])) < 0.01 ))` $labels.run | query | sortByLabel "
+            + "printf `max by (host) (host:gpu_idle_allocated:count{run=%q})` $labels.run | query | sortByLabel "
             + '"host" }}{{ if lt $i 3 }}{{ if $i }},{{ end }} {{ $gpus.Labels.host }} '
             + "({{ $gpus.Value }}){{ end }}{{ end }}."
         ),

@@ -18,15 +18,7 @@ ALERTS: tuple[Alert, ...] = (
             count by (leaf) (
               (
                 (
-                  group by (host) (
-                    instance:host:info
-                      and on (instance)
-                    (
-                      max by (instance, device, port) (last_over_time(infiniband_port_state_id[<5m>])) < 4
-                        and on (instance, device, port)
-                      max by (instance, device, port) (max_over_time(infiniband_port_state_id[<10m>])) >= 4
-                    )
-                  )
+                  max by (host) (host:infiniband_port_lost:bool)
                     or
                   group by (host) (
                     (
@@ -40,27 +32,13 @@ ALERTS: tuple[Alert, ...] = (
                 ALERTS{alertname="Maintenance"}
               )
                 * on (host) group_left (leaf)
-              (
-                topk by (host) (1, group by (host, leaf) (last_over_time(host_topology_info[<10m>])))
-                  or on (host)
-                group by (host) (last_over_time(instance:host:info[<10m>]))
-              )
+              topk by (host) (1, host:host_leaf:info)
             ) >= 4
               or on (leaf)
             count by (leaf) (
               ALERTS{alertname="HostOnFaultyLeaf"}
                 and on (host)
-              (
-                instance:host:info
-                  and on (instance)
-                (
-                  max by (instance, device, port) (last_over_time(infiniband_port_state_id[<5m>])) < 4
-                    and on (instance, device, port)
-                  port:infiniband_was_active:bool
-                )
-                  or
-                ALERTS{alertname="NodeLost"}
-              )
+              (host:infiniband_port_down:bool or ALERTS{alertname="NodeLost"})
             ) > 1
               and on (leaf)
             ALERTS{alertname="LeafDown",alertstate="firing"}
@@ -72,10 +50,8 @@ ALERTS: tuple[Alert, ...] = (
             + "or are gone, within <10m>."
             + each_series(
                 "count by (run) (count by (run, rank) (last_over_time(training_rank_info[<10m>]) and on "
-                + '(host) (ALERTS{alertname="HostOnFaultyLeaf",leaf=%q} and on (host) ( instance:host:info and '
-                + "on (instance) ( max by (instance, device, port) "
-                + "(last_over_time(infiniband_port_state_id[<5m>])) < 4 and on (instance, device, port) "
-                + 'port:infiniband_was_active:bool ) or ALERTS{alertname="NodeLost"} ))))',
+                + '(host) (ALERTS{alertname="HostOnFaultyLeaf",leaf=%q} and on (host) (host:infiniband_port_down:bool '
+                + 'or ALERTS{alertname="NodeLost"}))))',
                 "$labels.leaf",
                 " Run {{ .Labels.run }}"
                 + each_series(
@@ -85,10 +61,8 @@ ALERTS: tuple[Alert, ...] = (
             )
             + " Among the hosts are"
             + each_series(
-                'topk(8, group by (host) (ALERTS{alertname="HostOnFaultyLeaf",leaf=%q} and on (host) ( '
-                + "instance:host:info and on (instance) ( max by (instance, device, port) "
-                + "(last_over_time(infiniband_port_state_id[<5m>])) < 4 and on (instance, device, port) "
-                + 'port:infiniband_was_active:bool ) or ALERTS{alertname="NodeLost"} )))',
+                'topk(8, group by (host) (ALERTS{alertname="HostOnFaultyLeaf",leaf=%q} and on (host) ('
+                + 'host:infiniband_port_down:bool or ALERTS{alertname="NodeLost"})))',
                 "$labels.leaf",
                 " {{ .Labels.host }}",
                 by="host",
@@ -125,15 +99,7 @@ ALERTS: tuple[Alert, ...] = (
             group by (host, leaf) (
               (
                 (
-                  group by (host) (
-                    instance:host:info
-                      and on (instance)
-                    (
-                      max by (instance, device, port) (last_over_time(infiniband_port_state_id[<5m>])) < 4
-                        and on (instance, device, port)
-                      max by (instance, device, port) (max_over_time(infiniband_port_state_id[<10m>])) >= 4
-                    )
-                  )
+                  max by (host) (host:infiniband_port_lost:bool)
                     or
                   group by (host) (
                     (
@@ -147,11 +113,7 @@ ALERTS: tuple[Alert, ...] = (
                 ALERTS{alertname="Maintenance"}
               )
                 * on (host) group_left (leaf)
-              (
-                topk by (host) (1, group by (host, leaf) (last_over_time(host_topology_info[<10m>])))
-                  or on (host)
-                group by (host) (last_over_time(instance:host:info[<10m>]))
-              )
+              topk by (host) (1, host:host_leaf:info)
                 and on (leaf)
               (
                 ALERTS{alertname="LeafDown",leaf!="",shadow=""}
@@ -185,16 +147,16 @@ ALERTS: tuple[Alert, ...] = (
     # those that it inhibits.
     Alert(
         name="RunOnFaultyHost",
-        group="monitor",
+        group="causes",
         severity="none",
         identity=("host", "run"),
         expr="""
             group by (host, run) (
-              last_over_time(training_rank_info[<10m>])
+              last_over_time(host:training_run:info[<10m>])
                 and on (host)
               ALERTS{alertname=~"<host_causes>",alertstate="firing",shadow=""}
                 or on (host, run)
-              last_over_time(training_rank_info[<10m>])
+              last_over_time(host:training_run:info[<10m>])
                 and on (host)
               (
                 ALERTS_FOR_STATE{alertname=~"<part_causes>",severity="critical",shadow=""}
@@ -202,13 +164,7 @@ ALERTS: tuple[Alert, ...] = (
                 min_over_time(ALERTS_FOR_STATE[<40m>]) > time() - <1800_seconds>
               )
                 or on (host, run)
-              last_over_time(training_rank_info[<10m>])
-                and on (uuid)
-              (
-                ALERTS_FOR_STATE{alertname=~"<gpu_causes>",severity="critical",shadow="",uuid!=""}
-                  and
-                min_over_time(ALERTS_FOR_STATE[<40m>]) > time() - <1800_seconds>
-              )
+              host:training_gpu_fault:bool
                 or on (host, run)
               (
                 ALERTS_FOR_STATE{alertname="RunOnFaultyHost"}

@@ -92,11 +92,11 @@ ALERTS: tuple[Alert, ...] = (
         identity=("tenant", "run"),
         expr="""
             (
-              max by (tenant, run) (last_over_time(run_state{state="down"}[<5m>])) == 1
+              max by (tenant, run) (run:run_state:max{state="down"}) == 1
                 unless on (tenant, run)
-              max by (tenant, run) (last_over_time(run_state{state=~"running|completed|stopped"}[<5m>])) == 1
+              max by (tenant, run) (run:run_state:max{state=~"running|completed|stopped"}) == 1
                 unless on (run)
-              sum by (run) (increase(training_steps_total[<2m>])) > 0
+              max by (run) (instance:training_steps:increase2m) > 0
             )
               and on (tenant, run)
             run:training_page:bool
@@ -119,11 +119,11 @@ ALERTS: tuple[Alert, ...] = (
         identity=("tenant", "run"),
         expr="""
             (
-              max by (tenant, run) (last_over_time(run_state{state="down"}[<5m>])) == 1
+              max by (tenant, run) (run:run_state:max{state="down"}) == 1
                 unless on (tenant, run)
-              max by (tenant, run) (last_over_time(run_state{state=~"running|completed|stopped"}[<5m>])) == 1
+              max by (tenant, run) (run:run_state:max{state=~"running|completed|stopped"}) == 1
                 unless on (run)
-              sum by (run) (increase(training_steps_total[<2m>])) > 0
+              max by (run) (instance:training_steps:increase2m) > 0
             )
               unless on (tenant, run)
             run:training_page:bool
@@ -197,17 +197,9 @@ ALERTS: tuple[Alert, ...] = (
         identity=("run",),
         expr="""
             (
-              time()
-                -
-              (
-                (
-                  max by (run) (training_last_step_timestamp_seconds)
-                    or on (run)
-                  time() - max by (run) (sum by (run, rank) (training_activity_seconds_total))
-                ) < time() - <1800_seconds>
-              )
+              time() - (max by (run) (instance:training_last_step_timestamp_seconds:max) < time() - <1800_seconds>)
                 unless on (run)
-              max by (run) (last_over_time(run_state{state=~"completed|stopped"}[<5m>])) == 1
+              max by (run) (run:run_state:max{state=~"completed|stopped"}) == 1
             )
               and on (run)
             group by (run) (run:training_page:bool)
@@ -223,17 +215,9 @@ ALERTS: tuple[Alert, ...] = (
         identity=("run",),
         expr="""
             (
-              time()
-                -
-              (
-                (
-                  max by (run) (training_last_step_timestamp_seconds)
-                    or on (run)
-                  time() - max by (run) (sum by (run, rank) (training_activity_seconds_total))
-                ) < time() - <1800_seconds>
-              )
+              time() - (max by (run) (instance:training_last_step_timestamp_seconds:max) < time() - <1800_seconds>)
                 unless on (run)
-              max by (run) (last_over_time(run_state{state=~"completed|stopped"}[<5m>])) == 1
+              max by (run) (run:run_state:max{state=~"completed|stopped"}) == 1
             )
               unless on (run)
             group by (run) (run:training_page:bool)

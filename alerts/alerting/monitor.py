@@ -42,7 +42,7 @@ ALERTS: tuple[Alert, ...] = (
               (
                 up == 0
                   and on (job, instance)
-                (last_over_time(flopwatch_collector_success[<5m>]) or ALERTS{alertname="FlopwatchExporterDown"})
+                (last_over_time(instance:flopwatch_exporter:info[<5m>]) or ALERTS{alertname="FlopwatchExporterDown"})
               )
                 + on (instance) group_left (host)
               topk by (instance) (1,
@@ -52,7 +52,7 @@ ALERTS: tuple[Alert, ...] = (
               (
                 up == 0
                   and on (job, instance)
-                (last_over_time(flopwatch_collector_success[<5m>]) or ALERTS{alertname="FlopwatchExporterDown"})
+                (last_over_time(instance:flopwatch_exporter:info[<5m>]) or ALERTS{alertname="FlopwatchExporterDown"})
               )
             )
         """,
@@ -68,9 +68,9 @@ ALERTS: tuple[Alert, ...] = (
             )
         ),
     ),
-    # An exporter that only crashed stops no run. So the run must hang or be down, as the ledger reports it. `for` is
-    # not longer than that of TrainingHang, which is a consequence. The alerts that this one inhibits may be evaluated
-    # only once a minute, so `keep_firing_for` is two minutes.
+    # An exporter that only crashed stops no run. So the run must hang or be down, as the ledger reports it.
+    # TrainingHang is a consequence. If a host is gone, it waits for a minute (<hang>), which is longer than this `for`.
+    # The pages that this one inhibits may be evaluated only once a minute, so `keep_firing_for` is two minutes.
     Alert(
         name="NodeLost",
         group="monitor",
@@ -81,19 +81,11 @@ ALERTS: tuple[Alert, ...] = (
               ALERTS{alertname="FlopwatchExporterDown"}
                 and on (host)
               (
-                last_over_time(training_rank_info[<5m>])
+                last_over_time(host:training_run:info[<5m>])
                   and on (run)
-                (
-                  (
-                    max by (run) (run_hang_seconds)
-                      or on (run)
-                    max by (run) (last_over_time(run_state{state="down"}[<5m>])) == 1
-                  )
-                    unless on (run)
-                  run_state{state=~"completed|stopped"} == 1
-                )
+                run:run_stands_still:bool
                   and on (run)
-                group by (run) (run:training_page:bool)
+                run:training_page:bool
               )
                 or
               ALERTS{alertname="NodeLost",alertstate="firing",severity="critical"}
@@ -115,19 +107,7 @@ ALERTS: tuple[Alert, ...] = (
             group by (host) (
               ALERTS{alertname="FlopwatchExporterDown"}
                 and on (host)
-              (
-                last_over_time(training_rank_info[<5m>])
-                  and on (run)
-                (
-                  (
-                    max by (run) (run_hang_seconds)
-                      or on (run)
-                    max by (run) (last_over_time(run_state{state="down"}[<5m>])) == 1
-                  )
-                    unless on (run)
-                  run_state{state=~"completed|stopped"} == 1
-                )
-              )
+              (last_over_time(host:training_run:info[<5m>]) and on (run) run:run_stands_still:bool)
                 or
               ALERTS{alertname="NodeLost",alertstate="firing"}
                 and on (host)
@@ -143,7 +123,7 @@ ALERTS: tuple[Alert, ...] = (
     # call that hangs may return within four minutes, which is less than `for`.
     Alert(
         name="FlopwatchCollectorFailing",
-        group="monitor",
+        group="exporters",
         severity="warning",
         identity=("host", "instance", "collector"),
         expr="""
@@ -174,7 +154,7 @@ ALERTS: tuple[Alert, ...] = (
     # `for`.
     Alert(
         name="FlopwatchExporterBlind",
-        group="monitor",
+        group="exporters",
         severity="warning",
         identity=("host", "instance"),
         expr="""
@@ -189,8 +169,8 @@ ALERTS: tuple[Alert, ...] = (
             + 'printf "%.0f" $value }} GPUs, so they are not monitored. The GPUs themselves may be healthy.'
         ),
     ),
-    # A pod that is not scheduled or was replaced is not a target, so it has no `up`. FlopwatchExporterDown covers a
-    # ledger within an exporter. Exporters keep their records meanwhile. A StatefulSet restarts within `for`.
+    # A pod that is not scheduled or was replaced is not a target, so it has no `up`. A ledger within an exporter does
+    # not count requests, and FlopwatchExporterDown covers it. A StatefulSet restarts within `for`.
     Alert(
         name="FlopwatchLedgerDown",
         group="monitor",
@@ -200,19 +180,9 @@ ALERTS: tuple[Alert, ...] = (
             max by (instance, job) (
               up == 0
                 and on (job, instance)
-              (
-                last_over_time(flopwatch_ledger_requests_total[<5m>])
-                  unless on (job, instance)
-                last_over_time(flopwatch_collector_success[<5m>])
-                  or
-                ALERTS{alertname="FlopwatchLedgerDown"}
-              )
+              (last_over_time(flopwatch_ledger_requests_total[<5m>]) or ALERTS{alertname="FlopwatchLedgerDown"})
                 or on (job, instance)
-              (
-                last_over_time(flopwatch_ledger_requests_total[<1d>])
-                  unless on (job, instance)
-                last_over_time(flopwatch_collector_success[<1d>])
-              )
+              last_over_time(flopwatch_ledger_requests_total[<1d>])
                 unless on (job, instance)
               up
                 unless on (job)
@@ -253,8 +223,8 @@ ALERTS: tuple[Alert, ...] = (
     # The ledger refuses a wrong record at each attempt. Two releases run at the same time during an upgrade, but for
     # less than `for`. `for` is longer than the window.
     Alert(
-        name="FlopwatchLedgerRefuses",
-        group="monitor",
+        name="FlopwatchRecordsRefused",
+        group="exporters",
         severity="warning",
         identity=("host", "instance"),
         expr="""
@@ -263,36 +233,40 @@ ALERTS: tuple[Alert, ...] = (
                 sum by (instance) (increase(flopwatch_ledger_records_sent_total{outcome="refused"}[<10m>]))
                   /
                 sum by (instance) (increase(flopwatch_ledger_records_sent_total[<10m>])) > 0.01
-                  or
-                sum by (instance) (increase(flopwatch_ledger_requests_total{outcome="refused"}[<10m>]))
-                  /
-                sum by (instance) (increase(flopwatch_ledger_requests_total[<10m>])) > 0.01
               ) * on (instance) group_left (host) <host_of_exporter>
             )
         """,
         for_="15m",
-        summary="Ledger refuses records",
+        summary="Records of an exporter are lost",
         description=(
-            each_series(
-                "count(last_over_time(flopwatch_ledger_records_sent_total{instance=%q}[<10m>]))",
-                "$labels.instance",
-                "{{ $value | humanizePercentage }} of the records of exporter {{ $labels.instance }}"
-                + "{{ with $labels.host }} on {{ . }}{{ end }} were lost in the last <10m>. The ledger refused them, "
-                + "or the exporter dropped them from a full spool. They are missing from goodput.",
-            )
-            + each_series(
-                "count(last_over_time(flopwatch_ledger_requests_total{instance=%q}[<10m>]))",
-                "$labels.instance",
-                "Ledger {{ $labels.instance }} refused {{ $value | humanizePercentage }} of the requests that it "
-                + "received in the last <10m>. After HTTP 400 or 422, their records are missing from goodput. After "
-                + "401, exporters send them again.",
-            )
+            "{{ $value | humanizePercentage }} of the records of exporter {{ $labels.instance }}"
+            + "{{ with $labels.host }} on {{ . }}{{ end }} were lost in the last <10m>. The ledger refused them, "
+            + "or the exporter dropped them from a full spool. They are missing from goodput."
+        ),
+    ),
+    # The same as the ledger counts it, also for exporters that are not scraped.
+    Alert(
+        name="FlopwatchLedgerRefuses",
+        group="monitor",
+        severity="warning",
+        identity=("instance",),
+        expr="""
+            sum by (instance) (increase(flopwatch_ledger_requests_total{outcome="refused"}[<10m>]))
+              /
+            sum by (instance) (increase(flopwatch_ledger_requests_total[<10m>])) > 0.01
+        """,
+        for_="15m",
+        summary="Ledger refuses requests",
+        description=(
+            "Ledger {{ $labels.instance }} refused {{ $value | humanizePercentage }} of the requests that it "
+            + "received in the last <10m>. After HTTP 400 or 422, their records are missing from goodput. After "
+            + "401, exporters send them again."
         ),
     ),
     # The last pushes of a replaced rank are refused by design, and stay in the window for ten minutes.
     Alert(
         name="FlopwatchPushRefused",
-        group="monitor",
+        group="exporters",
         severity="warning",
         identity=("host", "instance", "outcome"),
         expr="""
@@ -317,7 +291,7 @@ ALERTS: tuple[Alert, ...] = (
     # When a rank is replaced, two generations of its series overlap for a scrape. `for` is longer than the window.
     Alert(
         name="FlopwatchSeriesDropped",
-        group="monitor",
+        group="exporters",
         severity="warning",
         identity=("host", "instance", "budget"),
         expr="""
@@ -339,7 +313,7 @@ ALERTS: tuple[Alert, ...] = (
     # has an older success for other reasons. A clock is set right after a boot, within `for`.
     Alert(
         name="FlopwatchClockWrong",
-        group="monitor",
+        group="exporters",
         severity="warning",
         identity=("host", "instance"),
         expr="""
@@ -377,9 +351,9 @@ ALERTS: tuple[Alert, ...] = (
         name="FlopwatchRulesFailing",
         group="monitor",
         severity="warning",
-        identity=("rule_group",),
+        identity=("instance", "rule_group"),
         expr="""
-            sum by (rule_group) (
+            sum by (instance, rule_group) (
               increase(prometheus_rule_evaluation_failures_total{rule_group=~".*flopwatch.*"}[<10m>])
             ) > 0
         """,

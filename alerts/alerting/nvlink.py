@@ -73,13 +73,11 @@ ALERTS: tuple[Alert, ...] = (
         expr="""
             group by (host, uuid) (
               (
-                max by (instance, uuid) (
-                  increase(nvlink_errors_total{error!~"crc|crc_data|effective|replay|symbol"}[<5m>])
-                ) > 0
+                increase(nvlink_errors_total{error!~"crc|crc_data|effective|replay|symbol"}[<5m>]) > 0
                   or on (instance, uuid)
                 sum by (instance, uuid) (rate(nvlink_errors_total{error=~"crc|crc_data"}[<5m>])) > 100
                   or on (instance, uuid)
-                max by (instance, uuid) (last_over_time(nvlink_effective_bit_error_ratio[<5m>])) > 1e-12
+                last_over_time(nvlink_effective_bit_error_ratio[<5m>]) > 1e-12
               ) * on (instance) group_left (host) <host>
             )
         """,
@@ -117,19 +115,16 @@ ALERTS: tuple[Alert, ...] = (
         expr="""
             group by (host, uuid) (
               (
-                max by (instance, uuid) (last_over_time(gpu_fabric_state_id[<5m>])) == 1
+                last_over_time(gpu_fabric_state_id[<5m>]) == 1
                   or on (instance, uuid)
-                max by (instance, uuid) (last_over_time(gpu_fabric_state_id[<5m>])) == 2
+                last_over_time(gpu_fabric_state_id[<5m>]) == 2
                   or on (instance, uuid)
-                max by (instance, uuid) (last_over_time(gpu_fabric_status_id[<5m>])) > 0
+                last_over_time(gpu_fabric_status_id[<5m>]) > 0
                   or on (instance, uuid)
-                max by (instance, uuid) (last_over_time(gpu_fabric_health_id[<5m>])) == 2
+                last_over_time(gpu_fabric_health_id[<5m>]) == 2
                   or on (instance, uuid)
-                max by (instance, uuid) (
-                  last_over_time(
-                    gpu_fabric_fault{fault=~"access_timeout|incorrect_configuration|route_unhealthy"}[<5m>]
-                  )
-                ) == 1
+                last_over_time(gpu_fabric_fault{fault=~"access_timeout|incorrect_configuration|route_unhealthy"}[<5m>])
+                  == 1
               ) * on (instance) group_left (host) <host>
             )
         """,
@@ -139,18 +134,16 @@ ALERTS: tuple[Alert, ...] = (
     ),
     Alert(
         name="NvlinkFabricUnhealthy",
-        group="nvlink",
+        group="slow",
         severity="warning",
         identity=("host", "uuid"),
         expr="""
             group by (host, uuid) (
               (
-                max by (instance, uuid) (last_over_time(gpu_fabric_health_id[<5m>])) == 3
+                last_over_time(gpu_fabric_health_id[<5m>]) == 3
                   or on (instance, uuid)
-                max by (instance, uuid) (
-                  last_over_time(
-                    gpu_fabric_fault{fault=~"degraded_bandwidth|manager_disconnected|no_partition|route_recovery"}[<5m>]
-                  )
+                last_over_time(
+                  gpu_fabric_fault{fault=~"degraded_bandwidth|manager_disconnected|no_partition|route_recovery"}[<5m>]
                 ) == 1
               ) * on (instance) group_left (host) <host>
             )

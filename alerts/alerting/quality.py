@@ -50,23 +50,13 @@ ALERTS: tuple[Alert, ...] = (
             max by (run) (rank:training_mfu:ratio_rate5m) > 1
               or on (run)
             (
-              sum by (run) (rate(training_model_flops_total[<5m>]))
-                / on (run)
-              sum by (run) (max by (run, rank) (training_peak_flops_per_second))
+              avg by (run) (instance:training_declared_mfu:ratio_rate5m)
                 > on (run)
-              1.1 * avg by (run) (
-                max by (run, uuid) (training_rank_info)
-                  * on (uuid) group_left ()
-                max by (uuid) (rate(gpu_tensor_active_seconds_total[<5m>]) / rate(gpu_profiled_seconds_total[<5m>]))
-              )
-                and on (run)
-              count by (run) (
-                max by (run, uuid) (training_rank_info)
-                  * on (uuid) group_left ()
-                max by (uuid) (rate(gpu_tensor_active_seconds_total[<5m>]) / rate(gpu_profiled_seconds_total[<5m>]))
-              ) == on (run) max by (run) (training_world_size)
+              1.1 * avg by (run) (instance:gpu_tensor_active:ratio_rate5m)
                 unless on (run)
-              training_run_info{peak_source=~"override.*"}
+              (instance:training_run:info unless on (instance, run) instance:gpu_tensor_active:ratio_rate5m)
+                unless on (run)
+              instance:training_peak_override:bool
             )
         """,
         for_="10m",
@@ -94,7 +84,7 @@ ALERTS: tuple[Alert, ...] = (
         group="quality",
         severity="info",
         identity=("run", "reason"),
-        expr="count by (run, reason) (training_mfu_unavailable == 1)",
+        expr="sum by (run, reason) (instance:training_mfu_unavailable:count)",
         for_="15m",
         summary="Training run has no MFU",
         description=(
@@ -108,7 +98,7 @@ ALERTS: tuple[Alert, ...] = (
         group="quality",
         severity="info",
         identity=("run",),
-        expr="max by (run) (increase(training_steps_total[<5m>])) > 0 unless on (run) training_tokens_total",
+        expr="max by (run) (instance:training_steps:increase2m) > 0 unless on (run) instance:training_tokens:rate5m",
         for_="15m",
         summary="Training run reports no tokens",
         description=(
@@ -123,13 +113,7 @@ ALERTS: tuple[Alert, ...] = (
         group="quality",
         severity="warning",
         identity=("run",),
-        expr="""
-            max by (run) (
-              sum by (run, rank) (rate(training_activity_seconds_total{activity="data_stall"}[<5m>]))
-                /
-              sum by (run, rank) (rate(training_activity_seconds_total{activity=~"step|data_stall"}[<5m>]))
-            ) > 0.1
-        """,
+        expr="max by (run) (instance:training_data_stall:ratio_rate5m) > 0.1",
         for_="10m",
         summary="Training run waits for data",
         description=(
@@ -152,7 +136,7 @@ ALERTS: tuple[Alert, ...] = (
         group="quality",
         severity="warning",
         identity=("run",),
-        expr="max by (run) (increase(training_loss_spikes_total[<30m>])) >= 3",
+        expr="max by (run) (instance:training_loss_spikes:increase30m) >= 3",
         for_="0s",
         summary="Loss of the training run spikes repeatedly",
         description=(

@@ -9,7 +9,7 @@ ALERTS: tuple[Alert, ...] = (
     # The limits per second are NVSentinel's. A job that ends or loses a peer makes such errors for seconds.
     Alert(
         name="InfinibandPacketLoss",
-        group="fabric",
+        group="slow",
         severity="warning",
         identity=("host", "device", "port"),
         expr="""
@@ -31,19 +31,19 @@ ALERTS: tuple[Alert, ...] = (
         description=(
             "<port>:"
             + each_port(
-                "rate(infiniband_local_ack_timeouts_total{device=%[1]q,port=%[2]q}[<5m>]) > 1",
+                "rate(infiniband_local_ack_timeouts_total{<of_port>}[<5m>]) > 1",
                 ' {{ printf "%.1f" .Value }} acknowledgements a second time out.',
             )
             + each_port(
-                "rate(infiniband_slow_restarts_total{device=%[1]q,port=%[2]q}[<5m>]) > 10",
+                "rate(infiniband_slow_restarts_total{<of_port>}[<5m>]) > 10",
                 ' {{ printf "%.1f" .Value }} slow restarts a second after loss.',
             )
             + each_port(
-                "rate(infiniband_transmit_discards_total{device=%[1]q,port=%[2]q}[<5m>]) > 100",
+                "rate(infiniband_transmit_discards_total{<of_port>}[<5m>]) > 100",
                 ' {{ printf "%.1f" .Value }} packets a second are dropped before sending.',
             )
             + each_port(
-                "rate(infiniband_receive_discards_total{device=%[1]q,port=%[2]q}[<5m>]) > 100",
+                "rate(infiniband_receive_discards_total{<of_port>}[<5m>]) > 100",
                 ' {{ printf "%.1f" .Value }} packets a second are dropped on arrival.',
             )
             + "<runs_on_host>"
@@ -55,7 +55,7 @@ ALERTS: tuple[Alert, ...] = (
     # less than `for`.
     Alert(
         name="InfinibandCongestion",
-        group="fabric",
+        group="slow",
         severity="warning",
         identity=("host", "device", "port"),
         expr="""
@@ -67,34 +67,16 @@ ALERTS: tuple[Alert, ...] = (
                   rate(infiniband_receive_packets_total[<5m>]) > 0.05
                 )
                   or on (instance, device, port)
-                group by (instance, device, port) (
-                  (
-                    (
-                      rate(infiniband_transmit_wait_ticks_total[<5m>])
-                        and on (instance, device, port)
-                      last_over_time(infiniband_info{role="compute"}[<5m>])
-                    )
-                      > on (instance) group_left ()
-                    4 * quantile by (instance) (0.5,
-                      (
-                        rate(infiniband_transmit_wait_ticks_total[<5m>])
-                          and on (instance, device, port)
-                        last_over_time(infiniband_info{role="compute"}[<5m>])
-                      )
-                    )
-                  )
-                    and on (instance, device, port)
-                  (
-                    rate(infiniband_transmit_data_bytes_total[<5m>])
-                      < on (instance) group_left ()
-                    0.9 * quantile by (instance) (0.5,
-                      (
-                        rate(infiniband_transmit_data_bytes_total[<5m>])
-                          and on (instance, device, port)
-                        last_over_time(infiniband_info{role="compute"}[<5m>])
-                      )
-                    )
-                  )
+                (
+                  port:infiniband_transmit_wait_ticks:rate5m
+                    > on (instance) group_left ()
+                  4 * quantile by (instance) (0.5, port:infiniband_transmit_wait_ticks:rate5m)
+                )
+                  and on (instance, device, port)
+                (
+                  port:infiniband_transmit_bytes:rate5m
+                    < on (instance) group_left ()
+                  0.9 * quantile by (instance) (0.5, port:infiniband_transmit_bytes:rate5m)
                 )
               ) * on (instance) group_left (host) <host>
             )
@@ -104,20 +86,15 @@ ALERTS: tuple[Alert, ...] = (
         description=(
             "<port>:"
             + each_port(
-                "rate(infiniband_congestion_marked_packets_total{device=%[1]q,port=%[2]q}[<5m>]) / "
-                + "rate(infiniband_receive_packets_total{device=%[1]q,port=%[2]q}[<5m>]) > 0.05",
+                "rate(infiniband_congestion_marked_packets_total{<of_port>}[<5m>]) / "
+                + "rate(infiniband_receive_packets_total{<of_port>}[<5m>]) > 0.05",
                 " {{ .Value | humanizePercentage }} of the packets that it receives carry a congestion mark.",
             )
             + each_port(
-                "((rate(infiniband_transmit_wait_ticks_total[<5m>]) and on (instance, device, port) "
-                + 'last_over_time(infiniband_info{role="compute"}[<5m>])) > on (instance) group_left () 4 * '
-                + "quantile by (instance) (0.5, (rate(infiniband_transmit_wait_ticks_total[<5m>]) and on "
-                + '(instance, device, port) last_over_time(infiniband_info{role="compute"}[<5m>])))) and on '
-                + "(instance, device, port) (rate(infiniband_transmit_data_bytes_total[<5m>]) < on (instance) "
-                + "group_left () 0.9 * quantile by (instance) (0.5, "
-                + "(rate(infiniband_transmit_data_bytes_total[<5m>]) and on (instance, device, port) "
-                + 'last_over_time(infiniband_info{role="compute"}[<5m>])))) and '
-                + "infiniband_transmit_data_bytes_total{device=%[1]q,port=%[2]q}",
+                "port:infiniband_transmit_wait_ticks:rate5m{<of_port>} > on (instance) group_left () "
+                + "4 * quantile by (instance) (0.5, port:infiniband_transmit_wait_ticks:rate5m{instance=%[3]q}) "
+                + "and on (instance) (port:infiniband_transmit_bytes:rate5m{<of_port>} < on (instance) group_left () "
+                + "0.9 * quantile by (instance) (0.5, port:infiniband_transmit_bytes:rate5m{instance=%[3]q}))",
                 " It waits for credits over 4 times as long as the median of the host's compute ports, and sends less "
                 + "than 90 % of their median.",
             )
@@ -128,29 +105,15 @@ ALERTS: tuple[Alert, ...] = (
     # rails only.
     Alert(
         name="RailImbalance",
-        group="fabric",
+        group="slow",
         severity="warning",
         identity=("host", "device", "port"),
         expr="""
             group by (host, device, port) (
               (
-                group by (instance, device, port) (
-                  (
-                    rate(infiniband_transmit_data_bytes_total[<5m>])
-                      and on (instance, device, port)
-                    last_over_time(infiniband_info{role="compute"}[<5m>])
-                  )
-                    / on (instance) group_left ()
-                  (
-                    quantile by (instance) (0.5,
-                      (
-                        rate(infiniband_transmit_data_bytes_total[<5m>])
-                          and on (instance, device, port)
-                        last_over_time(infiniband_info{role="compute"}[<5m>])
-                      )
-                    ) > 100000000
-                  ) < 0.5
-                )
+                port:infiniband_transmit_bytes:rate5m
+                  / on (instance) group_left ()
+                (quantile by (instance) (0.5, port:infiniband_transmit_bytes:rate5m) > 100000000) < 0.5
               ) * on (instance) group_left (host) <host>
             )
         """,
@@ -159,11 +122,8 @@ ALERTS: tuple[Alert, ...] = (
         description=(
             "<port>:"
             + each_port(
-                "(rate(infiniband_transmit_data_bytes_total[<5m>]) and on (instance, device, port) "
-                + 'last_over_time(infiniband_info{role="compute"}[<5m>])) / on (instance) group_left () '
-                + "(quantile by (instance) (0.5, (rate(infiniband_transmit_data_bytes_total[<5m>]) and on "
-                + '(instance, device, port) last_over_time(infiniband_info{role="compute"}[<5m>]))) > 1e+08) < '
-                + "0.5 and infiniband_transmit_data_bytes_total{device=%[1]q,port=%[2]q}",
+                "port:infiniband_transmit_bytes:rate5m{<of_port>} / on (instance) group_left () "
+                + "(quantile by (instance) (0.5, port:infiniband_transmit_bytes:rate5m{instance=%[3]q}) > 1e+08) < 0.5",
                 " It sends {{ .Value | humanizePercentage }} of the median of the host's compute ports.",
             )
             + "<runs_on_host>"
@@ -172,7 +132,7 @@ ALERTS: tuple[Alert, ...] = (
     # On a lossless fabric, no packets arrive out of sequence. A wrong configuration lasts longer than `for`.
     Alert(
         name="RoceMisconfigured",
-        group="fabric",
+        group="slow",
         severity="warning",
         identity=("host", "device", "port"),
         expr="""
@@ -201,17 +161,18 @@ ALERTS: tuple[Alert, ...] = (
         description=(
             "<port>:"
             + each_port(
-                "increase(infiniband_congestion_notifications_ignored_total{device=%[1]q,port=%[2]q}[<5m>]) > 0",
+                "increase(infiniband_congestion_notifications_ignored_total{<of_port>}[<5m>]) > 0",
                 " It ignores congestion notifications: DCQCN is off.",
             )
             + each_port(
-                "rate(infiniband_congestion_marked_packets_total{device=%[1]q,port=%[2]q}[<5m>]) > 0 and on "
-                + "(instance, device, port) rate(infiniband_congestion_notifications_sent_total[<5m>]) == 0",
+                "rate(infiniband_congestion_marked_packets_total{<of_port>}[<5m>]) > 0 and on "
+                + "(instance, device, port) "
+                + "rate(infiniband_congestion_notifications_sent_total{<of_port>}[<5m>]) == 0",
                 " It receives congestion-marked packets and sends no notification.",
             )
             + each_port(
-                "rate(infiniband_packet_sequence_errors_total{device=%[1]q,port=%[2]q}[<5m>]) > 1 and on "
-                + '(instance, device, port) last_over_time(infiniband_info{link_layer="Ethernet"}[<5m>])',
+                "rate(infiniband_packet_sequence_errors_total{<of_port>}[<5m>]) > 1 and on "
+                + '(instance, device, port) last_over_time(infiniband_info{<of_port>,link_layer="Ethernet"}[<5m>])',
                 ' {{ printf "%.1f" .Value }} packets a second arrive out of sequence: priority flow control is off, or '
                 + "does not cover this traffic.",
             )
@@ -246,24 +207,24 @@ ALERTS: tuple[Alert, ...] = (
         description=(
             "<port> has EFA errors. Collectives over it may be slow or stop."
             + each_port(
-                "rate(infiniband_impaired_connections_total{device=%[1]q,port=%[2]q}[<5m>]) > 1",
+                "rate(infiniband_impaired_connections_total{<of_port>}[<5m>]) > 1",
                 ' Connections that became impaired per second: {{ printf "%.1f" .Value }} (limit: 1).',
             )
             + each_port(
-                "rate(infiniband_unresponsive_peers_total{device=%[1]q,port=%[2]q}[<5m>]) > 1",
+                "rate(infiniband_unresponsive_peers_total{<of_port>}[<5m>]) > 1",
                 ' Times per second that a peer did not respond: {{ printf "%.1f" .Value }} (limit: 1). The fault may '
                 "be in the peer.",
             )
             + each_port(
-                "60 * rate(infiniband_command_errors_total{device=%[1]q,port=%[2]q}[<5m>]) > 10",
+                "60 * rate(infiniband_command_errors_total{<of_port>}[<5m>]) > 10",
                 ' Failed commands per minute: {{ printf "%.1f" .Value }} (limit: 10).',
             )
             + each_port(
-                "increase(infiniband_commands_lost_total{device=%[1]q,port=%[2]q}[<5m>]) > 0",
+                "increase(infiniband_commands_lost_total{<of_port>}[<5m>]) > 0",
                 " The adapter left a command uncompleted in the last <5m>.",
             )
             + each_port(
-                "increase(infiniband_keep_alives_total{device=%[1]q,port=%[2]q}[<5m>]) == 0",
+                "increase(infiniband_keep_alives_total{<of_port>}[<5m>]) == 0",
                 " The adapter has sent no keep-alive in the last <5m>.",
             )
             + "<runs_on_host>"
@@ -272,7 +233,7 @@ ALERTS: tuple[Alert, ...] = (
     # The limit is NVIDIA UFM's. The sensor changes slowly, so an excess shorter than `for` is a single wrong reading.
     Alert(
         name="InfinibandTransceiverHot",
-        group="fabric",
+        group="slow",
         severity="warning",
         identity=("host", "device", "port"),
         expr="""
@@ -292,7 +253,7 @@ ALERTS: tuple[Alert, ...] = (
             "<port>:"
             + each_port(
                 "max by (instance, device, port) (last_over_time("
-                + 'infiniband_temperature_celsius{device=%[1]q,port=%[2]q,sensor=~"Module.*"}[<5m>]'
+                + 'infiniband_temperature_celsius{<of_port>,sensor=~"Module.*"}[<5m>]'
                 + ")) > <transceiver_celsius>",
                 " Its transceiver is at {{ .Value }} degrees Celsius (limit: <transceiver_celsius>).",
             )

@@ -10,6 +10,8 @@ from alerts.fragments import each_series
 from flopwatch.catalogue.hang_signs import HANG_SIGNS
 
 _HOST, _LINK = ('run_straggler_ratio{run=%[1]q,kind="' + kind + '"} > 0' for kind in ("host", "link"))
+_SUSPECT = "run_straggler_info{run=%[1]q}"
+_STEP, _STEP_NOW = "run_whatif_step_seconds{run=%[1]q}", 'run_whatif_step_seconds{run=%[1]q,mended="0"}'
 _TRAINING_STRAGGLER = (
     each_series(
         f"max by (host) (run_straggler_info{{run=%[1]q}}) and on () ({_HOST})",
@@ -26,10 +28,11 @@ _TRAINING_STRAGGLER = (
     + f'({_HOST} or {_LINK})` $labels.run | query | sortByLabel "rank" }}}}'
     + "Rank {{ .Labels.rank }} of run {{ $labels.run }} on {{ .Labels.host }}"
     + each_series(
-        'topk(1, max by (uuid) (training_rank_info{run=%q,rank=%q,uuid!=""}))',
+        "max by (uuid) (training_rank_info{run=%q,rank=%q})",
         "$labels.run .Labels.rank",
-        each_series("max by (gpu) (gpu_info{uuid=%q})", ".Labels.uuid", ", GPU {{ .Labels.gpu }}")
-        + " ({{ .Labels.uuid }})",
+        "{{ with .Labels.uuid }}"
+        + each_series("max by (gpu) (gpu_info{uuid=%q})", ".", ", GPU {{ .Labels.gpu }}")
+        + " ({{ . }}){{ end }}",
     )
     + " slows every step. "
     + '{{ if ne .Labels.group "world" }}In its {{ .Labels.group }} group, ranks {{ .Labels.ranks }}, the others wait '
@@ -57,8 +60,8 @@ _TRAINING_STRAGGLER = (
             "Its clock was throttled {{ .Value | humanizePercentage }} of the time ({{ .Labels.reason }}). ",
         )
         + each_series(
-            "max(gpu_sm_clock_hertz{uuid=%[1]q}) < 0.95 * quantile(0.5, max by (uuid) "
-            + "(gpu_sm_clock_hertz) and on (uuid) training_rank_info{run=%[2]q})",
+            "max(gpu_sm_clock_hertz{uuid=%[1]q}) < 0.95 * "
+            + "quantile(0.5, instance:gpu_sm_clock_hertz:median{run=%[2]q})",
             "$uuid $labels.run",
             "Its clock is {{ .Value | humanize }}Hz, over 5 % below the median of the run's GPUs. ",
         )
@@ -68,11 +71,15 @@ _TRAINING_STRAGGLER = (
             "Its power limit is {{ .Value }} W, over 5 % below the GPU's default. ",
         )
         + each_series(
-            "max(gpu_pcie_width_lanes{uuid=%[1]q}) < "
-            + '(max(host_expected_parts{kind="pcie_lanes_per_gpu"} and on (instance) gpu_info{uuid=%[1]q}) '
-            + "or max(gpu_pcie_width_max_lanes{uuid=%[1]q}))",
-            "$uuid $labels.run",
-            "Its PCIe link has only {{ .Value }} lanes, fewer than the GPU supports. ",
+            "max by (instance) (gpu_pcie_width_lanes{uuid=%[1]q})",
+            "$uuid",
+            each_series(
+                "max(gpu_pcie_width_lanes{uuid=%[1]q}) < "
+                + '(max(host_expected_parts{kind="pcie_lanes_per_gpu",instance=%[2]q}) '
+                + "or max(gpu_pcie_width_max_lanes{uuid=%[1]q}))",
+                "$uuid .Labels.instance",
+                "Its PCIe link has only {{ .Value }} lanes, fewer than the GPU supports. ",
+            ),
         )
         + each_series(
             "topk(3, max by (xid) (gpu_xid_last_timestamp_seconds{uuid=%[1]q}) > time() - <1800_seconds>)",
@@ -85,16 +92,20 @@ _TRAINING_STRAGGLER = (
             "It had uncorrectable memory errors in the last <30m>. ",
         )
         + each_series(
-            "max by (device, port) (infiniband_port_rate_bytes_per_second < on (instance, device, "
-            + "port) infiniband_port_expected_rate_bytes_per_second and on (instance, device, port) "
-            + "infiniband_info{host=%q})",
+            "topk(1, group by (instance) (instance:host:info{host=%q}))",
             "$host",
-            "Port {{ .Labels.port }} of {{ .Labels.device }} on its host runs below its highest rate so far. ",
-        )
-        + each_series(
-            "max by (reason, part) (host_verdict_reason == 1 and on (instance) instance:host:info{host=%q})",
-            "$host",
-            "The health check of its host reports {{ .Labels.reason }} ({{ .Labels.part }}). ",
+            "{{ $instance := .Labels.instance }}"
+            + each_series(
+                "max by (device, port) (infiniband_port_rate_bytes_per_second{instance=%[1]q} < on (device, port) "
+                + "infiniband_port_expected_rate_bytes_per_second{instance=%[1]q})",
+                "$instance",
+                "Port {{ .Labels.port }} of {{ .Labels.device }} on its host runs below its highest rate so far. ",
+            )
+            + each_series(
+                "max by (reason, part) (host_verdict_reason{instance=%q} == 1)",
+                "$instance",
+                "The health check of its host reports {{ .Labels.reason }} ({{ .Labels.part }}). ",
+            ),
         ),
     )
     + each_series(
@@ -104,13 +115,21 @@ _TRAINING_STRAGGLER = (
     )
     + "{{ end }}"
     + each_series(
-        'min(run_whatif_step_seconds{run=%[1]q}) < max(run_whatif_step_seconds{run=%[1]q,mended="0"})',
+        f"min({_STEP}) < max({_STEP_NOW})",
         "$labels.run",
-        'Without this, a step would take {{ printf "%.2f" .Value }} s'
+        "Without"
         + each_series(
-            'max(run_whatif_step_seconds{run=%q,mended="0"})',
+            f"max by (rank) ({_SUSPECT}) and on () count(max by (rank) ({_SUSPECT})) == 1",
             "$labels.run",
-            ' in place of {{ printf "%.2f" .Value }} s',
+            " rank {{ .Labels.rank }}",
+        )
+        + each_series(f"count(max by (rank) ({_SUSPECT})) > 1", "$labels.run", " this delay")
+        + ', a step would take {{ printf "%.2f" .Value }} s'
+        + each_series(f"max({_STEP_NOW})", "$labels.run", ' in place of {{ printf "%.2f" .Value }} s')
+        + each_series(
+            f"(1 - min({_STEP}) / max({_STEP_NOW})) * max(run_gpus{{run=%[1]q}}) * <gpu_hour_price> > 0",
+            "$labels.run",
+            ', which costs ${{ printf "%.0f" .Value }} an hour',
         )
         + ". ",
     )
@@ -120,13 +139,23 @@ _TRAINING_STRAGGLER = (
         "$value $labels.run",
         ', as if {{ printf "%.1f" .Value }} of its GPUs were idle',
     )
-    + ".<owner>"
+    + "."
+    + each_series(
+        'max(run_straggler_ratio{run=%q,kind!="link"}) > 0',
+        "$labels.run",
+        " The ledger may have the lines of code of the straggler and of a peer: flopwatch ledger show "
+        "{{ $labels.run }} (flags in the runbook).",
+    )
+    + "<owner>"
 )
 
 
-def _suspects(matchers: str = "") -> str:
-    """Return a query for the suspects of a hang of the run %[1]q."""
-    return f"run_hang_suspect_ratio{{run=%[1]q{',' * bool(matchers)}{matchers}}}"
+_SUSPECTS = "run_hang_suspect_ratio{run=%[1]q}"
+
+
+def _suspects_with(sign: str) -> str:
+    """Return a query for the suspects of a hang of the run %[1]q with a sign."""
+    return f'run_hang_suspect_ratio{{run=%[1]q,signs=~"(.+,)?{sign}(,.+)?"}}'
 
 
 _GROUP = "{{ with .Labels.group }}, in its {{ . }} group{{ end }}{{ with .Labels.ranks }} of ranks {{ . }}{{ end }}"
@@ -134,38 +163,44 @@ _TRAINING_HANG = (
     "Run {{ $labels.run }} has finished no step for {{ $value | humanizeDuration }} and does no work."
     + "".join(
         each_series(
-            f"""max by (rank, host, group, ranks) ({_suspects(f'rank!="",signs=~"(.+,)?{sign}(,.+)?"')})""",
+            f"max by (rank, host, group, ranks) ({_suspects_with(sign)})",
             "$labels.run",
-            " Rank {{ .Labels.rank }}{{ with .Labels.host }} on {{ . }}{{ end }} is "
+            "{{ if .Labels.rank }} Rank {{ .Labels.rank }}{{ with .Labels.host }} on {{ . }}{{ end }} is "
             + text
-            + _GROUP * (sign == "sequence")
-            + ".",
+            + _GROUP * (sign in ("sequence", "ras"))
+            + ".{{ end }}",
         )
         for sign, text in HANG_SIGNS.items()
     )
     + each_series(
-        f"""max by (host) ({_suspects('rank=""')})""",
+        f"max by (host, rank) ({_SUSPECTS})",
         "$labels.run",
-        " The other ranks wait for those on {{ .Labels.host }}.",
+        "{{ if not .Labels.rank }} The other ranks wait for those on {{ .Labels.host }}.{{ end }}",
     )
     + "".join(
         each_series(
-            f"""max by (host) ({_suspects(f'rank="",signs=~"(.+,)?{sign}(,.+)?"')})""",
+            f"max by (host, rank) ({_suspects_with(sign)})",
             "$labels.run",
-            " They are " + text + ".",
+            "{{ if not .Labels.rank }} They are " + text + ".{{ end }}",
         )
         for sign, text in HANG_SIGNS.items()
     )
     + each_series(
         f"""max by (rank, uuid) (
-          training_rank_info{{run=%[1]q,uuid!=""}} and on (rank) {_suspects('rank!=""')}
+          training_rank_info{{run=%[1]q}} and on (rank) {_SUSPECTS}
         )""",
         "$labels.run",
-        " Rank {{ .Labels.rank }} runs on GPU"
+        "{{ if .Labels.uuid }} Rank {{ .Labels.rank }} runs on GPU"
         + each_series("max by (gpu) (gpu_info{uuid=%q})", ".Labels.uuid", " {{ .Labels.gpu }}")
-        + " ({{ .Labels.uuid }}).",
+        + " ({{ .Labels.uuid }}).{{ end }}",
     )
-    + each_series(f"100 * max({_suspects()})", "$labels.run", ' Confidence is {{ printf "%.0f" .Value }} %.')
+    + each_series(
+        f"100 * max({_SUSPECTS})",
+        "$labels.run",
+        ' Confidence is {{ printf "%.0f" .Value }} %.'
+        " The ledger may have the stacks of a suspect and of a peer: flopwatch ledger show {{ $labels.run }} (flags in "
+        "the runbook).",
+    )
     + each_series(
         "max(run_hang_seconds{run=%[1]q}) unless on () run_hang_suspect_ratio{run=%[1]q}",
         "$labels.run",
@@ -201,11 +236,11 @@ _TRAINING_LOSS_NOT_FINITE = (
 )
 
 ALERTS: tuple[Alert, ...] = (
-    # The ledger is certain of a straggler before it names one. `keep_firing_for` is longer than a restart, so that one
-    # straggler causes one message. `for` lets RunOnFaultyHost fire first.
+    # No `for`: the ledger is certain of a straggler before it names one. `keep_firing_for` is longer than a restart, so
+    # that one straggler causes one message.
     Alert(
         name="TrainingStraggler",
-        group="training",
+        group="verdicts",
         severity="critical",
         identity=("run",),
         expr="""
@@ -213,55 +248,53 @@ ALERTS: tuple[Alert, ...] = (
               and on (run)
             group by (run) (run:training_page:bool)
         """,
-        for_="30s",
+        for_="0s",
         keep_firing_for="10m",
         summary="Rank or host slows the training run",
         description=_TRAINING_STRAGGLER,
     ),
     Alert(
         name="TrainingStraggler",
-        group="training",
+        group="verdicts",
         severity="warning",
         identity=("run",),
         expr="""
             max by (run) (run_straggler_ratio{kind=~"rank|host|group|link"}) >= <straggler_warning>
         """,
-        for_="30s",
+        for_="0s",
         keep_firing_for="10m",
         summary="Rank or host slows the training run",
         description=_TRAINING_STRAGGLER,
     ),
-    # The ledger is certain of a hang before it reports one. `for` is not shorter than that of NodeLost, which is then
-    # sent in place of this alert. A job that hangs is ended and may be down for longer than `keep_firing_for`, so a
-    # page continues while the run is down.
+    # No `for`: the ledger is certain of a hang before it reports one, and <hang> waits where another alert may be sent
+    # in place of this one. A job that hangs is ended and may be down for longer than `keep_firing_for`, so a page
+    # continues while the run is down.
     Alert(
         name="TrainingHang",
-        group="training",
+        group="verdicts",
         severity="critical",
         identity=("run",),
         expr="""
-            max by (run) (run_hang_seconds)
+            <hang>
               and on (run)
             group by (run) (run:training_page:bool)
               or
             time() - max by (run) (ALERTS_FOR_STATE{alertname="TrainingHang",severity="critical"})
               and on (run)
-            ALERTS{alertname="TrainingHang",alertstate="firing",severity="critical"}
-              and on (run)
             max by (run) (last_over_time(run_state{state="down"}[<5m>])) == 1
         """,
-        for_="30s",
+        for_="0s",
         keep_firing_for="15m",
         summary="Training run hangs in a step",
         description=_TRAINING_HANG,
     ),
     Alert(
         name="TrainingHang",
-        group="training",
+        group="verdicts",
         severity="warning",
         identity=("run",),
-        expr="max by (run) (run_hang_seconds)",
-        for_="30s",
+        expr="<hang>",
+        for_="0s",
         keep_firing_for="15m",
         summary="Training run hangs in a step",
         description=_TRAINING_HANG,
@@ -274,9 +307,7 @@ ALERTS: tuple[Alert, ...] = (
         severity="critical",
         identity=("run",),
         expr="""
-            sum by (run) (increase(training_nonfinite_total{value="loss"}[<5m>]))
-              / on (run)
-            max by (run) (sum by (run, rank) (increase(training_steps_total[<5m>]))) > 0.5
+            max by (run) (instance:training_nonfinite:ratio_5m{value="loss"}) > 0.5
               and on (run)
             group by (run) (run:training_page:bool)
         """,
@@ -290,13 +321,9 @@ ALERTS: tuple[Alert, ...] = (
         severity="warning",
         identity=("run",),
         expr="""
-            sum by (run) (increase(training_nonfinite_total{value="loss"}[<5m>]))
-              / on (run)
-            max by (run) (sum by (run, rank) (increase(training_steps_total[<5m>]))) > 0
+            max by (run) (instance:training_nonfinite:ratio_5m{value="loss"}) > 0
               or on (run)
-            sum by (run) (increase(training_nonfinite_total[<5m>]))
-              / on (run)
-            max by (run) (sum by (run, rank) (increase(training_steps_total[<5m>]))) > 0.1
+            max by (run) (sum by (instance, run) (instance:training_nonfinite:ratio_5m)) > 0.1
         """,
         for_="1m",
         summary="Loss or gradients are not finite",

@@ -38,13 +38,19 @@ ALERTS: tuple[Alert, ...] = (
                     unless on (instance, uuid, xid)
                   last_over_time(gpu_xid_nvlink_errors_total{severity!="non-fatal"}[<30m>])
                 )
-              ) * on (instance) group_left (host) <host:30m>
+              ) * on (instance) group_left (host) <host>
             )
               or
             group by (host, uuid, xid) (
               ALERTS{alertname="GpuXidCritical"}
                 and on (host)
               ALERTS{alertname=~"<after_xid>",severity="critical",shadow=""}
+            )
+              or
+            group by (host, uuid, xid) (
+              ALERTS{alertname="GpuXidCritical"}
+                and on (host)
+              last_over_time(ALERTS{alertname="FlopwatchExporterDown"}[<3m>])
             )
               or
             group by (host, uuid, xid) (
@@ -82,7 +88,7 @@ ALERTS: tuple[Alert, ...] = (
                 max by (instance, uuid, xid) (
                   last_over_time(gpu_xid_last_timestamp_seconds{xid=~"<hardware_xids>"}[<30m>])
                 ) > time() - <1800_seconds>
-              ) * on (instance) group_left (host) <host:30m>
+              ) * on (instance) group_left (host) <host>
             )
         """,
         for_="0s",
@@ -104,7 +110,7 @@ ALERTS: tuple[Alert, ...] = (
                 max by (instance, uuid, xid) (
                   last_over_time(gpu_xid_last_timestamp_seconds{xid=~"<job_xids>"}[<30m>])
                 ) > time() - <1800_seconds>
-              ) * on (instance) group_left (host) <host:30m>
+              ) * on (instance) group_left (host) <host>
             )
         """,
         for_="0s",
@@ -164,13 +170,19 @@ ALERTS: tuple[Alert, ...] = (
                 time() - <1800_seconds>
                   and on (instance, sxid)
                 last_over_time(nvlink_switch_sxid_info{severity="fatal"}[<30m>])
-              ) * on (instance) group_left (host) <host:30m>
+              ) * on (instance) group_left (host) <host>
             )
               or
             group by (host, switch, sxid) (
               ALERTS{alertname="NvswitchSxid"}
                 and on (host)
               ALERTS{alertname=~"GpuXidCritical|<after_xid>",severity="critical",shadow=""}
+            )
+              or
+            group by (host, switch, sxid) (
+              ALERTS{alertname="NvswitchSxid"}
+                and on (host)
+              last_over_time(ALERTS{alertname="FlopwatchExporterDown"}[<3m>])
             )
         """,
         for_="0s",

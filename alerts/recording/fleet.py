@@ -13,6 +13,8 @@ ended a run counts twice, as the error and as the end.
 
 from __future__ import annotations
 
+from textwrap import indent
+
 from alerts.recording.record import Record
 
 RUN_BEGAN = "run:run_start_timestamp_seconds:min"
@@ -27,7 +29,29 @@ FLEET_MTTF = "fleet:run_gpu_seconds_to_failure:mean_30d"
 FLEET_MTTR = "fleet:run_time_to_recovery_seconds:mean_30d"
 HOST_SIGN = "host:sign_of_failure:bool"
 HOST_ENDS = "host:run_unplanned_ends:sum"
+HOST_FAULTS = "host:sign_of_failure:count_7d"
 LEMON = "host:lemon:score"
+
+
+def _growth(total: str, days: int) -> str:
+    """Return the PromQL expression of how much the totals of all runs grew in the last `days`."""
+    return f"""\
+sum (
+  last_over_time({total}[<{days}d>:<1h>])
+    -
+  (
+    min_over_time({total}[<{days}d>:<1h>])
+      and
+    last_over_time({RUN_BEGAN}[<{days}d>:<1h>]) <= time() - <{days * 86400}_seconds>
+  )
+    or
+  last_over_time({total}[<{days}d>:<1h>])
+)"""
+
+
+def _ratio(total: str, of: str, *, days: int) -> str:
+    """Return the PromQL expression of the growth of one total over that of another. Absent if the latter is 0."""
+    return f"{_growth(total, days)}\n  /\n(\n{indent(_growth(of, days), '  ')} > 0\n)"
 
 
 RECORDS: tuple[Record, ...] = (
@@ -88,98 +112,20 @@ RECORDS: tuple[Record, ...] = (
     Record(
         "fleet",
         FLEET_GOODPUT_7D,
-        """
-            sum (
-              last_over_time(run:run_productive_gpu_seconds:sum[<7d>:<1h>])
-                -
-              (
-                min_over_time(run:run_productive_gpu_seconds:sum[<7d>:<1h>])
-                  and
-                last_over_time(run:run_start_timestamp_seconds:min[<7d>:<1h>]) <= time() - <604800_seconds>
-              )
-                or
-              last_over_time(run:run_productive_gpu_seconds:sum[<7d>:<1h>])
-            )
-              /
-            (
-              sum (
-                last_over_time(run:run_held_gpu_seconds:sum[<7d>:<1h>])
-                  -
-                (
-                  min_over_time(run:run_held_gpu_seconds:sum[<7d>:<1h>])
-                    and
-                  last_over_time(run:run_start_timestamp_seconds:min[<7d>:<1h>]) <= time() - <604800_seconds>
-                )
-                  or
-                last_over_time(run:run_held_gpu_seconds:sum[<7d>:<1h>])
-              ) > 0
-            )
-        """,
+        _ratio(RUN_DONE, RUN_HELD, days=7),
         "Productive GPU-seconds over all attributed GPU-seconds of the last seven days, of all runs with a goodput.",
     ),
     Record(
         "fleet",
         FLEET_MTTF,
-        """
-            sum (
-              last_over_time(run:run_running_gpu_seconds:sum[<30d>:<1h>])
-                -
-              (
-                min_over_time(run:run_running_gpu_seconds:sum[<30d>:<1h>])
-                  and
-                last_over_time(run:run_start_timestamp_seconds:min[<30d>:<1h>]) <= time() - <2592000_seconds>
-              )
-                or
-              last_over_time(run:run_running_gpu_seconds:sum[<30d>:<1h>])
-            )
-              /
-            (
-              sum (
-                last_over_time(run:run_unplanned_ends:sum[<30d>:<1h>])
-                  -
-                (
-                  min_over_time(run:run_unplanned_ends:sum[<30d>:<1h>])
-                    and
-                  last_over_time(run:run_start_timestamp_seconds:min[<30d>:<1h>]) <= time() - <2592000_seconds>
-                )
-                  or
-                last_over_time(run:run_unplanned_ends:sum[<30d>:<1h>])
-              ) > 0
-            )
-        """,
+        _ratio(RUN_RUNNING, RUN_FAILURES, days=30),
         "GPU-seconds of running per unplanned end of the last 30 days. Divided by the GPUs of a run it is its "
         "expected time to failure. Absent without an unplanned end.",
     ),
     Record(
         "fleet",
         FLEET_MTTR,
-        """
-            sum (
-              last_over_time(run:run_recovery_seconds:max[<30d>:<1h>])
-                -
-              (
-                min_over_time(run:run_recovery_seconds:max[<30d>:<1h>])
-                  and
-                last_over_time(run:run_start_timestamp_seconds:min[<30d>:<1h>]) <= time() - <2592000_seconds>
-              )
-                or
-              last_over_time(run:run_recovery_seconds:max[<30d>:<1h>])
-            )
-              /
-            (
-              sum (
-                last_over_time(run:run_recoveries:max[<30d>:<1h>])
-                  -
-                (
-                  min_over_time(run:run_recoveries:max[<30d>:<1h>])
-                    and
-                  last_over_time(run:run_start_timestamp_seconds:min[<30d>:<1h>]) <= time() - <2592000_seconds>
-                )
-                  or
-                last_over_time(run:run_recoveries:max[<30d>:<1h>])
-              ) > 0
-            )
-        """,
+        _ratio(RUN_RECOVERY, RUN_RECOVERIES, days=30),
         "Seconds from an unplanned end to the first step above the high-water mark, mean over the recoveries of "
         "the last 30 days. Absent without a recovery.",
     ),
@@ -198,11 +144,9 @@ RECORDS: tuple[Record, ...] = (
             group by (host) ((gpu_present == 0) * on (instance) group_left (host) instance:host:info)
               or
             group by (host) (
-              (
-                infiniband_port_state_id < 4 and on (instance, device, port) port:infiniband_was_active:bool
-                  or
-                infiniband_port_present == 0
-              ) * on (instance) group_left (host) instance:host:info
+              (port:infiniband_inactive:bool or port:infiniband_missing:bool)
+                * on (instance) group_left (host)
+              instance:host:info
             )
               or
             group by (host) (last_over_time(instance:host:info[<15m>]) unless on (host) instance:host:info)
@@ -233,14 +177,8 @@ RECORDS: tuple[Record, ...] = (
     ),
     Record(
         "fleet",
-        LEMON,
+        HOST_FAULTS,
         """
-            (
-              sum by (host) (changes(host:run_unplanned_ends:sum[<7d>]) + 1)
-                or
-              0 * group by (host) (instance:host:info)
-            )
-              +
             (
               count by (host) (
                 group by (host, uuid, xid) (
@@ -250,14 +188,6 @@ RECORDS: tuple[Record, ...] = (
                     gpu_xid_info{severity=~"critical|fatal"}
                   ) * on (instance) group_left (host) instance:host:info
                 )
-              )
-                or
-              0 * group by (host) (instance:host:info)
-            )
-              +
-            (
-              count by (host) (
-                group by (host, run, rank) (last_over_time(rank:training_straggler:confirmed{host!=""}[<7d>]))
               )
                 or
               0 * group by (host) (instance:host:info)
@@ -276,6 +206,28 @@ RECORDS: tuple[Record, ...] = (
                 or
               0 * group by (host) (instance:host:info)
             )
+        """,
+        "Number of different critical Xids per GPU of a host, and of its ports that dropped, in the last seven days.",
+    ),
+    Record(
+        "fleet",
+        LEMON,
+        """
+            (
+              sum by (host) (changes(host:run_unplanned_ends:sum[<7d>]) + 1)
+                or
+              0 * max by (host) (host:sign_of_failure:count_7d)
+            )
+              + on (host)
+            (
+              count by (host) (
+                group by (host, run, rank) (last_over_time(rank:training_straggler:confirmed{host!=""}[<7d>]))
+              )
+                or
+              0 * max by (host) (host:sign_of_failure:count_7d)
+            )
+              + on (host)
+            max by (host) (host:sign_of_failure:count_7d)
         """,
         "Number of signs in the last seven days that a host makes runs fail: unplanned ends with a sign of "
         "failure, different critical Xids per GPU, straggling ranks, and ports that dropped.",

@@ -9,6 +9,11 @@ from __future__ import annotations
 
 from alerts.recording.record import Record
 
+GPU_FAULT = "host:training_gpu_fault:bool"
+HOST_POWER = "host:gpu_energy_joules:rate5m"
+HOST_GPUS = "host:gpu_present:count"
+HOST_ALLOCATED = "host:gpu_allocated:count"
+HOST_IDLE = "host:gpu_idle:count"
 RUN_POWER = "run:gpu_energy_joules:rate5m"
 TOKEN_ENERGY = "run:gpu_energy_joules_per_token:ratio_rate5m"
 FLEET_GPUS = "fleet:gpu_present:count"
@@ -18,61 +23,108 @@ FLEET_IDLE = "fleet:gpu_idle:count"
 
 RECORDS: tuple[Record, ...] = (
     Record(
-        "detail",
+        "signs",
+        GPU_FAULT,
+        """
+            group by (host, run) (
+              last_over_time(training_rank_info[<10m>])
+                and on (host, uuid)
+              (
+                ALERTS_FOR_STATE{alertname=~"<gpu_causes>",severity="critical",shadow="",uuid!=""}
+                  and
+                min_over_time(ALERTS_FOR_STATE[<40m>]) > time() - <1800_seconds>
+              )
+            )
+        """,
+        "1 for a run with a rank on a GPU whose critical alert, pending or firing, began in the last half hour.",
+    ),
+    # A rank whose GPU is unknown or not measured makes the sum infinite.
+    Record(
+        "energy",
+        HOST_POWER,
+        """
+            sum by (host, run) (
+              max by (host, run, uuid) (training_rank_info{uuid!=""})
+                * on (host, uuid) group_left ()
+              sum by (host, uuid) (
+                rate(gpu_energy_joules_total[<5m>]) * on (instance) group_left (host) instance:host:info
+              )
+                or on (host, run, uuid)
+              max by (host, run, uuid) (training_rank_info) * Inf
+            ) < Inf
+        """,
+        "Power of the run's GPUs on a host in watts. Absent unless the GPU of every rank there is known and measured.",
+    ),
+    Record(
+        "energy",
         RUN_POWER,
         """
-            sum by (run) (
-              max by (run, uuid) (training_rank_info{uuid!=""})
-                * on (uuid) group_left ()
-              sum by (uuid) (rate(gpu_energy_joules_total[<5m>]))
-            )
+            sum by (run) (host:gpu_energy_joules:rate5m)
               unless on (run)
-            (
-              max by (run, uuid) (training_rank_info{uuid!=""})
-                unless on (uuid)
-              sum by (uuid) (rate(gpu_energy_joules_total[<5m>]))
-            )
-              unless on (run)
-            training_rank_info{uuid=""}
+            (host:training_run:info unless on (host, run) host:gpu_energy_joules:rate5m)
         """,
         "Power of the run's GPUs in watts. A GPU that two runs share counts in both. Absent unless every rank's "
         "GPU is known and measured.",
     ),
     Record(
-        "detail",
+        "energy",
         TOKEN_ENERGY,
         "run:gpu_energy_joules:rate5m / (run:training_tokens:rate5m > 0)",
         "Energy of the run's GPUs per token, in joules.",
     ),
-    Record("fleet", FLEET_GPUS, "count(group by (uuid) (gpu_present == 1))", ("GPUs that answer.")),
+    Record(
+        "fleet",
+        HOST_GPUS,
+        """
+            count by (host) (
+              group by (host, uuid) ((gpu_present == 1) * on (instance) group_left (host) instance:host:info)
+            )
+        """,
+        "GPUs of a host that answer.",
+    ),
+    Record(
+        "fleet",
+        HOST_ALLOCATED,
+        """
+            count by (host) (
+              group by (host, uuid) ((gpu_present == 1) * on (instance) group_left (host) instance:host:info)
+                and on (host, uuid)
+              (
+                group by (instance, uuid) (
+                  gpu_owner_info{source!~"none|unknown"} or on (instance, uuid) training_rank_info{uuid!=""}
+                ) * on (instance) group_left (host) instance:host:info
+              )
+            )
+        """,
+        "GPUs of a host that answer and that a rank, a pod, a job or a user has. Absent without any.",
+    ),
+    Record(
+        "fleet",
+        HOST_IDLE,
+        """
+            count by (host) (
+              group by (host, uuid) ((gpu_present == 1) * on (instance) group_left (host) instance:host:info)
+                unless on (host, uuid)
+              (
+                group by (instance, uuid) (
+                  gpu_owner_info{source!="none"} or on (instance, uuid) training_rank_info{uuid!=""}
+                ) * on (instance) group_left (host) instance:host:info
+              )
+            )
+        """,
+        "GPUs of a host that answer and have no owner. Absent without any.",
+    ),
+    Record("fleet", FLEET_GPUS, "sum(host:gpu_present:count)", "GPUs that answer."),
     Record(
         "fleet",
         FLEET_ALLOCATED,
-        """
-            count (
-              group by (uuid) (gpu_present == 1)
-                and on (uuid)
-              (gpu_owner_info{source!~"none|unknown"} or on (uuid) training_rank_info{uuid!=""})
-            )
-              or
-            0 * fleet:gpu_present:count
-        """,
+        "sum(host:gpu_allocated:count) or 0 * fleet:gpu_present:count",
         "GPUs that answer and that a rank, a pod, a job or a user has.",
     ),
     Record(
         "fleet",
         FLEET_IDLE,
-        """
-            count (
-              group by (uuid) (gpu_present == 1)
-                unless on (uuid)
-              (gpu_owner_info{source!~"none|unknown"} or on (uuid) training_rank_info{uuid!=""})
-                unless on (uuid)
-              gpu_owner_info{source="unknown"}
-            )
-              or
-            0 * fleet:gpu_present:count
-        """,
+        "sum(host:gpu_idle:count) or 0 * fleet:gpu_present:count",
         "GPUs that answer and have no owner. A GPU whose owner is unknown counts neither as idle nor as allocated.",
     ),
 )

@@ -17,6 +17,7 @@ Of a run that was just reported for the first time, all time is unattributed. It
 from __future__ import annotations
 
 from dataclasses import replace
+from textwrap import indent
 
 from alerts.recording.record import Record
 from alerts.settings import seconds
@@ -27,26 +28,15 @@ GOODPUT_1D = "run:run_goodput:ratio_1d"
 GOODPUT_7D = "run:run_goodput:ratio_7d"
 ETTR = "run:run_ettr:ratio"
 ETTR_1H = "run:run_ettr:ratio_1h"
-ETTR_1D = "run:run_ettr:ratio_1d"
-ETTR_7D = "run:run_ettr:ratio_7d"
 EFFECTIVE_MFU = "run:run_effective_mfu:ratio"
 EFFECTIVE_MFU_1H = "run:run_effective_mfu:ratio_1h"
-EFFECTIVE_MFU_1D = "run:run_effective_mfu:ratio_1d"
-EFFECTIVE_MFU_7D = "run:run_effective_mfu:ratio_7d"
 BADPUT = "run:run_badput:ratio"
-BADPUT_1H = "run:run_badput:ratio_1h"
-BADPUT_1D = "run:run_badput:ratio_1d"
-BADPUT_7D = "run:run_badput:ratio_7d"
-STRAGGLER_SECONDS_1H = "run:run_straggler_lost_seconds:sum_1h"
-STRAGGLER_SECONDS_1D = "run:run_straggler_lost_seconds:sum_1d"
 STRAGGLER_SECONDS_7D = "run:run_straggler_lost_seconds:sum_7d"
 FLEET_GOODPUT_1H = "fleet:run_goodput:ratio_1h"
 FLEET_GOODPUT_1D = "fleet:run_goodput:ratio_1d"
 MTTF = "run:run_time_to_failure_seconds:mean"
 MTTR = "run:run_time_to_recovery_seconds:mean"
 STEPS_AT_RISK = "run:run_uncommitted_steps:difference"
-
-GOOD = 'bucket=~"productive|generation"'
 
 
 _WHOLE_RUN = (
@@ -157,6 +147,29 @@ _WHOLE_RUN = (
     ),
 )
 
+
+def _difference(total: str, by: str = "tenant, run", of: str = "max") -> str:
+    """Return the PromQL expression of a value's difference over a window, with placeholders that `_of_window` fills.
+
+    `of` is the aggregation over ledgers.
+    """
+    return f"""\
+clamp_min(
+  {of} by ({by}) (last_over_time({total}[<5m>]))
+    -
+  (
+    {of} by ({by}) (last_over_time({total}[<1h>] offset <LENGTH>))
+      and on (tenant, run)
+    run:run_books:bool_WINDOW == 1
+  ),
+  0
+)
+  or
+{of} by ({by}) (last_over_time({total}[<5m>]))
+  and on (tenant, run)
+run:run_books:bool_WINDOW"""
+
+
 _WINDOW = (
     Record(
         "windows",
@@ -176,43 +189,13 @@ _WINDOW = (
     Record(
         "windows",
         "run:run_seconds:difference_WINDOW",
-        """
-            clamp_min(
-              max by (tenant, run, bucket) (last_over_time(run_seconds_total[<5m>]))
-                -
-              (
-                max by (tenant, run, bucket) (last_over_time(run_seconds_total[<1h>] offset <LENGTH>))
-                  and on (tenant, run)
-                run:run_books:bool_WINDOW == 1
-              ),
-              0
-            )
-              or
-            max by (tenant, run, bucket) (last_over_time(run_seconds_total[<5m>]))
-              and on (tenant, run)
-            run:run_books:bool_WINDOW
-        """,
+        _difference("run_seconds_total", by="tenant, run, bucket"),
         "Seconds of the run attributed to each bucket in the last PERIOD.",
     ),
     Record(
         "windows",
         "run:run_open_seconds:difference_WINDOW",
-        """
-            clamp_min(
-              min by (tenant, run) (last_over_time(run_open_seconds[<5m>]))
-                -
-              (
-                min by (tenant, run) (last_over_time(run_open_seconds[<1h>] offset <LENGTH>))
-                  and on (tenant, run)
-                run:run_books:bool_WINDOW == 1
-              ),
-              0
-            )
-              or
-            min by (tenant, run) (last_over_time(run_open_seconds[<5m>]))
-              and on (tenant, run)
-            run:run_books:bool_WINDOW
-        """,
+        _difference("run_open_seconds", of="min"),
         "Seconds of the last PERIOD that are not attributed to a bucket yet.",
     ),
     Record(
@@ -262,42 +245,16 @@ _WINDOW = (
     Record(
         "windows",
         "run:run_effective_mfu:ratio_WINDOW",
-        """
-            (
-              clamp_min(
-                max by (tenant, run) (last_over_time(run_retained_flops_total[<5m>]))
-                  -
-                (
-                  max by (tenant, run) (last_over_time(run_retained_flops_total[<1h>] offset <LENGTH>))
-                    and on (tenant, run)
-                  run:run_books:bool_WINDOW == 1
-                ),
-                0
-              )
-                or
-              max by (tenant, run) (last_over_time(run_retained_flops_total[<5m>]))
-                and on (tenant, run)
-              run:run_books:bool_WINDOW
-            )
-              /
-            (
-              (
-                clamp_min(
-                  max by (tenant, run) (last_over_time(run_capacity_flops_total[<5m>]))
-                    -
-                  (
-                    max by (tenant, run) (last_over_time(run_capacity_flops_total[<1h>] offset <LENGTH>))
-                      and on (tenant, run)
-                    run:run_books:bool_WINDOW == 1
-                  ),
-                  0
-                )
-                  or
-                max by (tenant, run) (last_over_time(run_capacity_flops_total[<5m>]))
-                  and on (tenant, run)
-                run:run_books:bool_WINDOW
-              ) > 0
-            )
+        f"""
+(
+{indent(_difference("run_retained_flops_total"), "  ")}
+)
+  /
+(
+  (
+{indent(_difference("run_capacity_flops_total"), "    ")}
+  ) > 0
+)
         """,
         "Effective MFU of the last PERIOD, over the time that is attributed.",
     ),
@@ -330,22 +287,7 @@ _FLEET = (
     Record(
         "windows",
         "run:run_gpu_seconds:difference_WINDOW",
-        """
-            clamp_min(
-              max by (tenant, run, bucket) (last_over_time(run_gpu_seconds_total[<5m>]))
-                -
-              (
-                max by (tenant, run, bucket) (last_over_time(run_gpu_seconds_total[<1h>] offset <LENGTH>))
-                  and on (tenant, run)
-                run:run_books:bool_WINDOW == 1
-              ),
-              0
-            )
-              or
-            max by (tenant, run, bucket) (last_over_time(run_gpu_seconds_total[<5m>]))
-              and on (tenant, run)
-            run:run_books:bool_WINDOW
-        """,
+        _difference("run_gpu_seconds_total", by="tenant, run, bucket"),
         "GPU-seconds of the run attributed to each bucket in the last PERIOD.",
     ),
     Record(

@@ -5,20 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from alerts.fragments import FRAGMENTS
 from alerts.settings import AlertSettings
 from alerts.template import fill
 
 # Scrape intervals between two evaluations of a group. Groups that are not listed are evaluated at each scrape. A rule
 # with a window of a week needs no four evaluations a minute. No interval may exceed Prometheus' lookback of 5 min.
-EVERY: Mapping[str, int] = {
+EVERY: Mapping[str, float] = {
+    "verdicts": 1 / 5,  # as often as the ledger is scraped
+    "causes": 1 / 3,  # of the verdicts
     "place": 4,
     "windows": 4,
     "rails": 4,
-    "fleet": 8,
+    "detail": 4,
+    "energy": 4,
+    "exporters": 4,
     "quality": 4,
     "gpu": 4,
     "nvlink": 4,
     "fabric": 4,
+    "fleet": 8,
+    "slow": 8,  # warnings that wait for five minutes or longer, and what they read
 }
 
 
@@ -39,7 +46,7 @@ class Record:
 
     def at(self, settings: AlertSettings) -> Record:
         """Return the rule as Prometheus reads it, with all placeholders filled in."""
-        return replace(self, expr=fill(self.expr, settings, {}))
+        return replace(self, expr=fill(self.expr, settings, FRAGMENTS))
 
     def rule(self) -> dict[str, object]:
         """Return the rule as an entry of a rule file."""

@@ -195,8 +195,8 @@ spec:
       {{- include "flopwatch.selectorLabels" (list $root $component) | nindent 6 }}
   podMetricsEndpoints:
     - port: metrics
-      interval: {{ $monitor.interval }}
-      scrapeTimeout: {{ $monitor.scrapeTimeout }}
+      interval: {{ ternary $monitor.ledgerInterval $monitor.interval (eq $component "ledger") }}
+      scrapeTimeout: {{ ternary $monitor.ledgerInterval $monitor.scrapeTimeout (eq $component "ledger") }}
       # A Prometheus that gives its targets a label named host, run or tenant must not rename ours to exported_host.
       honorLabels: true
       {{- with index . 3 }}
@@ -218,7 +218,10 @@ spec:
 {{- /* The rules, as text; alertLabels, and the namespace that an AlertmanagerConfig asks for, are on every alert. */}}
 {{- define "flopwatch.rules" -}}
 {{- /* .Files.Get, because the alerts' own templates are Prometheus' business, not Helm's. */}}
-{{- $rules := .Files.Get "files/rules.yaml" }}
+{{- $rules := "groups:\n" }}
+{{- range .Values.rules.tiers }}
+{{- $rules = printf "%s%s" $rules (regexReplaceAll "(?s)^.*?groups:\n" ($.Files.Get (printf "files/rules/%s.yaml" .)) "") }}
+{{- end }}
 {{- with .Values.rules.runbookUrl }}
 {{- $rules = replace "runbook_url: alerts/runbooks/" (printf "runbook_url: %s/" .) $rules }}
 {{- end }}
