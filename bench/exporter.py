@@ -1,6 +1,6 @@
 """The exporter compared with Prometheus' node_exporter, in one run: CPU per scrape, latency, memory.
 
-    python bench/exporter.py [--scrapes 500] [--minutes 10]
+    python bench/exporter.py [--scrapes 500] [--minutes 10] [--intervals-only]
 
 InfiniBand alone: both read the same tree, nine ports copied from a captured H100 node (tests/captures/infiniband). The
 busy counters of this tree increase before every scrape. Both are scraped in turn, as Prometheus does, over a kept
@@ -11,11 +11,15 @@ A whole node: GPUs of the simulated driver, nine ports, and eight ranks that pus
 seconds. The simulation of the node runs in this process, not in the exporter (bench/under_test.py).
 
 A host in production is scraped every 15 seconds, with cold caches, and pays for what an exporter does between scrapes,
-too. So the sides then run together for some minutes with one scrape per interval, while the eight ranks go on to push.
-The CPU time of an interval includes everything. Before that, without scrapes and pushes, the voluntary context switches
-of a side's threads are counted: its wake-ups.
+too. So the sides then run together for some minutes with one scrape per interval, while eight ranks push with the
+hook's own threads, at the same moments as in production. The CPU time of an interval includes everything. Before that,
+without scrapes and pushes, the voluntary context switches of a side's threads are counted: its wake-ups. The last two
+columns are ratios to node_exporter, which reads nothing but InfiniBand and receives no pushes. The simulated driver is
+Python in a reader process, where a host has a library in C. So one more process makes the driver's calls of each
+scrape. Subtract its CPU from that of a node.
 
-CPU is user and system time of all processes of a side, from /proc. Memory is the sum of their PSS (smaps_rollup).
+CPU is the time of all processes of a side, in nanoseconds from their clocks. Memory is the sum of their PSS
+(smaps_rollup).
 """
 
 from __future__ import annotations
@@ -41,12 +45,12 @@ from statistics import quantiles
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "exporter"))
 
+from bench.ranks import PUSH_SECONDS, RANKS, Rank, pushes, pushing
 from bench.under_test import more_gpus
 from demo.servers import ServersError, node_exporter
 
 ROOT = Path(__file__).resolve().parent.parent
 CAPTURE = ROOT / "tests" / "captures" / "infiniband" / "h100_node"
-PUSH = ROOT / "tests" / "captures" / "otlp" / "hook_0.2.0.bin"
 PORTS = ("mlx5_0", "mlx5_1", "mlx5_4", "mlx5_5", "mlx5_6", "mlx5_7", "mlx5_8", "mlx5_9", "mlx5_bond_0")
 BUSY = (
     "counters/port_xmit_data",
@@ -60,7 +64,6 @@ BUSY = (
     "hw_counters/rx_read_requests",
     "hw_counters/out_of_sequence",
 )
-RANKS, PUSH_SECONDS = 8, 5.0
 INTERVAL, QUIET_SECONDS = 15.0, 30.0  # between two scrapes in production, and in which wake-ups are counted
 TICK = os.sysconf("SC_CLK_TCK")
 ACCEPT = {  # what Prometheus sends
@@ -112,11 +115,12 @@ class Side:
 
     def used(self) -> float:
         """Return the CPU seconds of all processes of the exporter, including ended ones."""
-        total = 0
+        total = 0.0
         for pid in self.processes():
+            total += time.clock_gettime(~pid << 3 | 2)  # what clock_getcpuclockid(3) returns: ticks would be 10 ms
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            total += sum(map(int, fields[11:15]))
-        return total / TICK
+            total += sum(map(int, fields[13:15])) / TICK
+        return total
 
     def wakeups(self) -> int:
         """Return how often the threads of the exporter's processes have waited so far."""
@@ -145,6 +149,17 @@ class Side:
         if other is not None:
             text += f"   CPU {other.cpu / self.cpu:.2f} x less than {other.name}"
         return text
+
+
+class Driver(Side):
+    """The simulated driver alone, in a process that repeats the calls of one scrape."""
+
+    def scrape(self, *, measured: bool = True) -> str:
+        """Make the calls of one scrape."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(b"\n")
+        self.process.stdin.flush()
+        return ""
 
 
 def measure(sides: Sequence[Side], scrapes: int, before: Callable[[], None]) -> None:
@@ -236,8 +251,7 @@ def both(tree: Path, folder: Path) -> Iterator[tuple[Side, Side]]:
 
 def infiniband(scrapes: int, folder: Path) -> None:
     """Compare flopwatch with node_exporter on InfiniBand alone, and print their rows."""
-    tree = folder / "sys"
-    move = ports(tree)
+    move = ports(tree := folder / "sys")
     with both(tree, folder) as (ours, peer):
         reads = Reads(tree)
         counted = {}
@@ -262,35 +276,6 @@ def infiniband(scrapes: int, folder: Path) -> None:
 # A whole node.
 
 
-def pushes(uuids: Sequence[str]) -> list[bytes]:
-    """Return the pushes of eight ranks: a recorded push of the hook, with the rank and the GPU of each."""
-    from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
-
-    result = []
-    for rank in range(RANKS):
-        request = ExportMetricsServiceRequest.FromString(PUSH.read_bytes())
-        attributes = {attribute.key: attribute for attribute in request.resource_metrics[0].resource.attributes}
-        attributes["flopwatch.rank"].value.int_value = rank
-        attributes["flopwatch.gpu_uuid"].value.string_value = uuids[rank]
-        attributes["flopwatch.start_unix"].value.double_value = time.time() - 60
-        # The recorded process had finished, and its pid is gone.
-        for gone in ("flopwatch.status", "flopwatch.pid", "flopwatch.pid_start_ticks"):
-            request.resource_metrics[0].resource.attributes.remove(attributes[gone])
-        result.append(request.SerializeToString())
-    return result
-
-
-def push(port: int, body: bytes) -> None:
-    """Send one push to the exporter. Raises RuntimeError if the exporter does not accept all of it."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
-    connection.request("POST", "/v1/metrics", body, {"Content-Type": "application/x-protobuf"})
-    reply = connection.getresponse()
-    answer = reply.read()
-    if reply.status != 200 or answer:  # a message is a partial success
-        raise RuntimeError(f"the push is answered {reply.status} {answer!r}")
-    connection.close()
-
-
 def whole_node(gpus: int, scrapes: int, folder: Path) -> None:
     """Measure flopwatch on a simulated node with eight ranks, and print the row."""
     from simulator.host import SimulatedNode
@@ -298,8 +283,8 @@ def whole_node(gpus: int, scrapes: int, folder: Path) -> None:
     more_gpus(gpus)
     node = SimulatedNode(folder / "state" / "simulated")
     node.create()
-    bodies = pushes([node.uuid(gpu) for gpu in range(RANKS)])
     options = {"gpus": gpus, "otlp": free_port()}
+    ranks = [Rank(options["otlp"], body) for body in pushes([node.uuid(gpu) for gpu in range(RANKS)])]
     with serving(f"flopwatch, {gpus} GPUs, 9 ports, {RANKS} ranks", options, folder) as side:
         pushed = ticked = 0.0
 
@@ -311,8 +296,8 @@ def whole_node(gpus: int, scrapes: int, folder: Path) -> None:
                 node.tick(time.time())
             if now - pushed >= PUSH_SECONDS:
                 pushed = now
-                for body in bodies:
-                    push(options["otlp"], body)
+                for rank in ranks:
+                    rank.send(rank.body)
 
         measure([side], scrapes, before)
         print(side.row())
@@ -333,40 +318,52 @@ def intervals(minutes: float, folder: Path) -> None:
     tree = folder / "sys"
     move = ports(tree)
     more_gpus(8)
-    node = SimulatedNode(folder / "node" / "state" / "simulated")
-    node.create()
-    bodies = pushes([node.uuid(gpu) for gpu in range(RANKS)])
-    options = {"gpus": 8, "otlp": free_port()}
-    with (
-        both(tree, folder) as (ours, peer),
-        serving(f"flopwatch, 8 GPUs, 9 ports, {RANKS} ranks", options, folder / "node") as whole,
-    ):
-        sides = (ours, peer, whole)
+    with contextlib.ExitStack() as stack:
+        sides = [*stack.enter_context(both(tree, folder))]
+        nodes, hosts = list[SimulatedNode](), dict[str, list[Rank]]()
+        ledger = f"127.0.0.1:{(port := free_port())}"
+        command = ["-m", "flopwatch", "ledger", "serve", "--state", str(folder / "ledger"), "--listen", ledger]
+        stack.enter_context(running("ledger", [sys.executable, *command], port))
+        for name, more in (
+            (f"flopwatch, 8 GPUs, 9 ports, {RANKS} ranks", {}),
+            ("the same with a ledger", {"ledger": f"http://{ledger}"}),
+        ):
+            place = folder / name
+            nodes.append(SimulatedNode(place / "state" / "simulated"))
+            nodes[-1].create()
+            otlp = free_port()
+            hosts[name] = [Rank(otlp, body) for body in pushes([nodes[-1].uuid(gpu) for gpu in range(RANKS)])]
+            sides.append(stack.enter_context(serving(name, {"gpus": 8, "otlp": otlp, **more}, place)))
         for side in sides * 3:
             side.scrape(measured=False)
+        sides.append(stack.enter_context(driver(nodes[0].root)))
         awake = [side.wakeups() for side in sides]
         time.sleep(QUIET_SECONDS)
         awake = [side.wakeups() - before for side, before in zip(sides, awake, strict=True)]
-        for body in bodies:
-            push(options["otlp"], body)
+        for name, ranks in hosts.items():
+            stack.enter_context(pushing(ranks, name))
+        time.sleep(PUSH_SECONDS)
         began, used = time.monotonic(), [side.used() for side in sides]
         count = round(minutes * 60 / INTERVAL)
-        # One rank pushes at a time, and each side is scraped in turn, at its own time of the interval.
-        turns = round(INTERVAL / PUSH_SECONDS * RANKS)
-        scrapes = {turn * turns // len(sides): side for turn, side in enumerate(sides)}
-        for turn in range(count * turns):
-            time.sleep(max(0.0, began + turn * INTERVAL / turns - time.monotonic()))
-            push(options["otlp"], bodies[turn % RANKS])
-            if turn % turns in scrapes:
-                move()
+        for turn in range(count * len(sides)):  # each side is scraped in turn, at its own time of the interval
+            time.sleep(max(0.0, began + turn * INTERVAL / len(sides) - time.monotonic()))
+            move()
+            for node in nodes:
                 node.tick(time.time())
-                scrapes[turn % turns].connection = None  # closed by the server since the last scrape
-                scrapes[turn % turns].scrape(measured=False)
+            sides[turn % len(sides)].scrape(measured=False)
         time.sleep(max(0.0, began + count * INTERVAL - time.monotonic()))
-        print(f"{'one scrape in 15 s, all processes':<34} {'CPU':>12} {'wake-ups while nothing happens':>32}")
-        for side, before, wakeups in zip(sides, used, awake, strict=True):
-            cpu = (side.used() - before) / count
-            print(f"{side.name:<34} {cpu * 1e3:>9.2f} ms {wakeups / QUIET_SECONDS:>24.2f} per s")
+        cpu = [(side.used() - before) / count * 1e3 for side, before in zip(sides, used, strict=True)]
+        memory = [side.resident() / 2**20 for side in sides]
+        print(
+            f"{f'one scrape in {INTERVAL:.0f} s, all processes':<34} {'CPU':>12} {'idle wake-ups':>14} {'PSS':>13}",
+            end="",
+        )
+        print(f" {'CPU ratio':>10} {'PSS ratio':>10}")
+        for side, spent, wakeups, used_bytes in zip(sides, cpu, awake, memory, strict=True):
+            print(
+                f"{side.name:<34} {spent:>9.2f} ms {wakeups / QUIET_SECONDS:>8.2f} per s {used_bytes:>9.2f} MiB", end=""
+            )
+            print(f" {spent / cpu[1]:>10.2f} {used_bytes / memory[1]:>10.2f}")
 
 
 # Processes.
@@ -418,13 +415,22 @@ def serving(name: str, options: Mapping[str, object], folder: Path) -> Iterator[
         yield side
 
 
+@contextlib.contextmanager
+def driver(root: Path) -> Iterator[Driver]:
+    """Run the driver of the simulated node in the folder `root` alone, until the block ends."""
+    command = [sys.executable, str(ROOT / "bench" / "under_test.py"), json.dumps({"driver": str(root)})]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
+        yield Driver("simulated driver alone", process, 0)
+        process.terminate()
+
+
 def main() -> int:
     """Measure and print the table. Return 1 if node_exporter cannot be found or fetched."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scrapes", type=int, default=500, help="of each side (default 500)")
     parser.add_argument("--minutes", type=float, default=10.0, help="of one scrape in 15 s (default 10)")
+    parser.add_argument("--intervals-only", action="store_true", help="measure only the intervals of 15 s")
     options = parser.parse_args()
-    print(f"{'':<34} {'series':>7} {'CPU/scrape':>12} {'p50':>12} {'p99':>12} {'PSS':>13}")
     runs: tuple[Callable[[Path], None], ...] = (
         lambda folder: infiniband(options.scrapes, folder),
         lambda folder: whole_node(8, options.scrapes, folder),
@@ -432,7 +438,9 @@ def main() -> int:
         lambda folder: intervals(options.minutes, folder),
     )
     try:
-        for run in runs:
+        if not options.intervals_only:
+            print(f"{'':<34} {'series':>7} {'CPU/scrape':>12} {'p50':>12} {'p99':>12} {'PSS':>13}")
+        for run in runs[-1:] if options.intervals_only else runs:
             with tempfile.TemporaryDirectory() as name:
                 run(Path(name))
     except ServersError as error:

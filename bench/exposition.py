@@ -23,7 +23,7 @@ from prometheus_client.registry import Collector
 sys.path.insert(0, str(Path(__file__).parent.parent / "exporter"))
 
 from flopwatch.catalogue import GPU, Metric, Sample
-from flopwatch.node.scrape.exposition import Exposition, help_text
+from flopwatch.http.exposition import Exposition, help_text
 
 GPUS = 8
 REPEATS = 30

@@ -1,11 +1,12 @@
-"""Load test of the ledger with the records of 4,096 nodes: latency, CPU, and time to catch up after an outage.
+"""Load test of the ledger with the records of 16,384 nodes: latency, CPU, and time to catch up after an outage.
 
-    python bench/ledger.py [--nodes 4096] [--seconds 45]
+    python bench/ledger.py [--nodes 16384] [--seconds 45]
 
 Every node of a simulated cluster sends a record of 8 ranks every 15 s at a random phase, as an exporter does: with its
-own connection and a token. The ledger answers with 200 once the record is on disk. The ledger is `flopwatch ledger` as
-shipped, on one core. The nodes run on the other cores. They first belong to 64 runs, then to one run, which has the
-most to write at a time.
+own connection and a token. The record has the waits of each rank in its tensor, pipeline and data parallel groups. The
+ledger answers with 200 once the record is on disk. Meanwhile the ledger is scraped every 3 s. The ledger is `flopwatch
+ledger` as shipped, on one core. The nodes run on the other cores. They first belong to 64 runs, then to one run, which
+has the most to write at a time.
 
 Then the ledger is killed and started again. The times of the records are ten minutes later than before. During an
 outage, a node keeps the newest record of a run, so each node has one to deliver. They are sent 64 at a time, as fast as
@@ -20,6 +21,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import random
@@ -28,6 +30,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from statistics import quantiles
 
@@ -35,8 +38,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "exporter"))
 
 from bench.exporter import Side, free_port, running
+from flopwatch.catalogue.ranks import ranks_text
 
 INTERVAL = 15.0  # seconds between two records of a node
+SCRAPED = 3.0  # seconds between two scrapes: AlertSettings.ledger_interval
 OUTAGE = 600.0
 AT_ONCE = 64
 AGE = 3600.0  # of the processes when it begins
@@ -44,9 +49,30 @@ STEP = 10.0
 TOKEN = "s3cret"
 
 
-def record(node: int, runs: int, started: float, t: float) -> bytes:
+@cache
+def groups(rank: int, ranks: int) -> list[tuple[str, str]]:
+    """Return kind and ranks of a rank's groups, of 8 stages with 8 tensor-parallel ranks each."""
+    first, stage = rank // 8 * 8, rank // 8 % 8
+    pairs = [(rank - 8, rank)] * (stage > 0) + [(rank, rank + 8)] * (stage < 7 and rank + 8 < ranks)
+    return [("tp", f"{first}-{first + 7}"), *(("pp", f"{a},{b}") for a, b in pairs), ("dp", replicas(rank % 64, ranks))]
+
+
+@cache
+def replicas(first: int, ranks: int) -> str:
+    """Return the ranks that have the place of rank `first` in all replicas of 64 ranks."""
+    return ranks_text(range(first, ranks, 64)) or ""
+
+
+def record(nodes: int, node: int, runs: int, started: float, t: float) -> bytes:
     """Return the HTTP request with the record of a node and its 8 ranks at Unix time `t`."""
-    age = t - started
+    age, first, steps = t - started, 8 * (node // runs), int((t - started - 30) // STEP)
+    ranks = 8 * ((nodes - node % runs - 1) // runs + 1)
+    waits = []
+    for rank in range(first, first + 8):
+        own = groups(rank, ranks)
+        of_groups = [[*group, round(age * 0.06 / len(own), 3)] for group in own]
+        numbers = [steps, age - 40, round(age * 0.06, 3), steps * 2048]
+        waits.append([rank, str(rank // 8 % 8), started, *numbers, of_groups])
     body = json.dumps(
         [
             {
@@ -56,15 +82,20 @@ def record(node: int, runs: int, started: float, t: float) -> bytes:
                 "attempt": "slurm-1234.0-0-host-4711-123456-0",
                 "source": f"node-{node}",
                 "event": "snapshot",
-                "rank": 8 * (node // runs),
+                "rank": first,
                 "gpus": 8,
                 "started": started,
-                "step": int((age - 30) // STEP),
-                "committed_step": int((age - 30) // STEP) // 50 * 50,
+                "step": steps,
+                "committed_step": steps // 50 * 50,
                 "activity_seconds": {"startup": 30.0, "step": age - 40, "data_stall": 10.0},
                 "open_step_seconds": (age - 30) % STEP,
                 "model_flops": age * 3e15,
                 "peak_flops": 8 * 989.4e12,
+                "work": {"tokens": age * 1e5, "steps": 8 * steps, "step_seconds": 8 * (age - 30), "model_flops": age},
+                "waits": waits,
+                "ranks": f"{first}-{first + 7}",
+                "step_p99": STEP,
+                "pid": True,
                 "evidence": [
                     {"kind": "throttle", "t": started + 60, "count": 3, "gpu": "GPU-0", "detail": "sw_thermal"}
                 ],
@@ -93,20 +124,29 @@ async def deliver(port: int, request: bytes) -> float:
     return seconds
 
 
-async def steady(port: int, nodes: int, runs: int, started: float, shift: float, seconds: float) -> list[float]:
+async def scrapes(side: Side) -> None:
+    """Scrape a ledger every SCRAPED seconds."""
+    while True:
+        await asyncio.gather(asyncio.to_thread(side.scrape), asyncio.sleep(SCRAPED))
+
+
+async def steady(side: Side, nodes: int, runs: int, started: float, shift: float, seconds: float) -> list[float]:
     """Send a record of each node every INTERVAL seconds, for `seconds`. Return the latency of each request.
 
-    `shift` is added to the time of the records.
+    `shift` is added to the time of the records. The ledger is scraped, too.
     """
+    scraping = asyncio.create_task(scrapes(side))
     tasks: list[asyncio.Task[float]] = []
     begin = time.monotonic()
     phases = sorted((random.random() * INTERVAL, node) for node in range(nodes))
     for turn in range(int(seconds // INTERVAL)):
         for phase, node in phases:
             await asyncio.sleep(max(0.0, begin + turn * INTERVAL + phase - time.monotonic()))
-            request = record(node, runs, started, time.time() + shift)
-            tasks.append(asyncio.create_task(deliver(port, request)))
-    return list(await asyncio.gather(*tasks))
+            request = record(nodes, node, runs, started, time.time() + shift)
+            tasks.append(asyncio.create_task(deliver(side.port, request)))
+    taken = list(await asyncio.gather(*tasks))
+    scraping.cancel()
+    return taken
 
 
 async def at_once(port: int, nodes: int, runs: int, started: float, t: float) -> tuple[float, list[float]]:
@@ -114,7 +154,7 @@ async def at_once(port: int, nodes: int, runs: int, started: float, t: float) ->
 
     Return the total seconds and the latency of each request.
     """
-    waiting = [record(node, runs, started, t + random.random()) for node in range(nodes)]
+    waiting = [record(nodes, node, runs, started, t + random.random()) for node in range(nodes)]
     random.shuffle(waiting)
     taken: list[float] = []
 
@@ -166,8 +206,11 @@ def measure(nodes: int, runs: int, seconds: float, folder: Path) -> None:
     started, shift = now - AGE, -OUTAGE - seconds - 120
     with ledger(folder) as side:
         asyncio.run(at_once(side.port, nodes, runs, started, now + shift - 60))  # the first record of each node
+        # A collection of the objects of all nodes would hold up this process, and count as latency of the ledger.
+        gc.collect()
+        gc.freeze()
         used = side.used()
-        taken = asyncio.run(steady(side.port, nodes, runs, started, shift, seconds))
+        taken = asyncio.run(steady(side, nodes, runs, started, shift, seconds))
         used = side.used() - used
         row(f"{nodes} nodes in {runs} run{'s' if runs > 1 else ''}, every {INTERVAL:g} s", taken, used, seconds, side)
         side.process.kill()
@@ -204,7 +247,7 @@ def row(name: str, taken: Sequence[float], used: float, seconds: float, side: Si
 def main() -> int:
     """Measure and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nodes", type=int, default=4096, help="number of nodes that report (default 4096)")
+    parser.add_argument("--nodes", type=int, default=16384, help="number of nodes that report (default 16384)")
     parser.add_argument("--seconds", type=float, default=45, help="seconds of reports to measure (default 45)")
     options = parser.parse_args()
     print(

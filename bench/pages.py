@@ -16,7 +16,7 @@ from flopwatch.catalogue.infiniband import PortCounter
 from flopwatch.training.totals import DURATION_BOUNDS
 
 GPUS, PORTS, NODES_OF_A_RUN = 8, 9, 64  # per node, per node, per run
-LATE = 5  # the rank of each run that the others wait for
+LATE, COST = 5, 0.12  # the rank of each run that the others wait for, and the share of each step that it costs
 
 # Placeholders in a page: the seconds since BEFORE the start, the Unix time, and the number of the node.
 SECONDS, NOW, NODE = "\x01", "\x02", "\x03"
@@ -37,6 +37,10 @@ ABSENT = {
     m.TRAINING_MFU_UNAVAILABLE,
     m.TRAINING_STUCK_FRAME_INFO,
     m.HOST_MAINTENANCE_UNTIL_TIMESTAMP_SECONDS,
+    m.HOST_VERDICT_REASON,
+    m.RUN_HANG_SECONDS,
+    m.RUN_HANG_SUSPECT_RATIO,
+    m.RUN_HANG_SIGN_RANKS,
 }
 # Values of the labels that do not identify the GPU, port, rank or run.
 VALUES: Mapping[str, Sequence[str]] = {
@@ -78,7 +82,12 @@ VALUES: Mapping[str, Sequence[str]] = {
     "status": ("completed", "stopped", "preempted", "resized", "failed", "silent"),
     "value": ("loss", "grad_norm"),
 }
-STATES = ("queued", "running", "down", "completed", "stopped")
+# Values of labels of one family.
+OF_FAMILY: Mapping[tuple[m.Metric, str], Sequence[str]] = {
+    (m.RUN_STATE, "state"): ("queued", "running", "down", "completed", "stopped"),
+    (m.RUN_STRAGGLER_RATIO, "kind"): ("rank", "host", "group", "link", "stage", "imbalance", "communication"),
+    (m.RUN_WHATIF_STEP_SECONDS, "mended"): ("0", "1"),
+}
 # Counters that increase, with the exponent of their value; all others are 0. Gauges that are not in GAUGES are 1.
 MOVING: Mapping[m.Metric, str] = {
     m.GPU_ENERGY_JOULES_TOTAL: "e2",
@@ -99,6 +108,12 @@ MOVING: Mapping[m.Metric, str] = {
     m.TRAINING_POSITION_STEPS: "",
     m.RUN_RETAINED_FLOPS_TOTAL: "e14",
     m.RUN_CAPACITY_FLOPS_TOTAL: "e15",
+    m.RUN_MODEL_FLOPS_TOTAL: "e14",
+    m.RUN_HARDWARE_FLOPS_TOTAL: "e14",
+    m.RUN_STEP_CAPACITY_FLOPS_TOTAL: "e15",
+    m.RUN_TOKENS_TOTAL: "e3",
+    m.RUN_STEPS_TOTAL: "",
+    m.RUN_STEP_SECONDS_TOTAL: "",
     m.RUN_HIGH_WATER_STEPS: "",
 }
 GAUGES: Mapping[m.Metric, str] = {
@@ -125,6 +140,7 @@ GAUGES: Mapping[m.Metric, str] = {
     m.TRAINING_PEAK_FLOPS_PER_SECOND: "1e15",
     m.RUN_COMMITTED_STEPS: "1000",
     m.RUN_ATTEMPT_CONFLICT: "0",
+    m.RUN_PAGE: "0",
     m.RUN_OPEN_SECONDS: "1",
     m.RUN_PROVISIONAL_SECONDS: "1",
 }
@@ -154,6 +170,10 @@ def value(row: m.Metric, labels: Mapping[str, str]) -> str:
         return SECONDS if {"productive", "step", "accepted"} & set(labels.values()) else "0"
     if row is m.RUN_STATE:
         return str(int(labels["state"] == "running"))
+    if row is m.RUN_STRAGGLER_RATIO:
+        return str(COST * (labels["kind"] == "rank"))
+    if row is m.RUN_WHATIF_STEP_SECONDS:
+        return str(1 - COST * int(labels["mended"]))
     if row in MOVING:
         return SECONDS + MOVING[row]
     if row.type == "counter":
@@ -166,7 +186,7 @@ def expanded(row: m.Metric, labels: Mapping[str, str]) -> Iterator[dict[str, str
     names = [name for name in row.labels if name not in labels]
     every: list[dict[str, str]] = [dict(labels)]
     for name in names:
-        texts = STATES if row is m.RUN_STATE and name == "state" else VALUES.get(name, ("x",))
+        texts = OF_FAMILY.get((row, name), VALUES.get(name, ("x",)))
         every = [{**one, name: text} for one in every for text in texts]
     yield from every
 
@@ -225,13 +245,13 @@ def node(rows: Sequence[m.Metric], index: int, nodes: int) -> Iterator[str]:
 def ledger(rows: Sequence[m.Metric], nodes: int, began: float) -> Iterator[str]:
     """Yield the lines of the ledger's page. Every run started at Unix time `began`."""
     for run in range(-(-nodes // NODES_OF_A_RUN)):
-        labels = {"tenant": "", "run": f"run-{run}"}
+        labels = {"tenant": "", "run": f"run-{run}", "rank": str(LATE), "host": f"node-{run * NODES_OF_A_RUN}"}
         for row in rows:
             if row is m.RUN_START_TIMESTAMP_SECONDS:
                 yield f'{row}{{tenant="",run="run-{run}"}} {began:.0f}'
             elif row is m.RUN_GPUS:
                 yield f'{row}{{tenant="",run="run-{run}"}} {NODES_OF_A_RUN * GPUS}'
-            elif row.domain == "run":
+            elif row.domain == "run" and row not in ABSENT:
                 yield from lines(row, labels)
     for row in rows:
         if row is m.FLOPWATCH_LEDGER_REQUESTS_TOTAL:

@@ -114,15 +114,16 @@ def source(folder: Path) -> Iterator[PageSource]:
 
 def _is_complete(pages_of: PageSource) -> bool:
     """Return whether the exporter and the ledger serve the series that are the last to appear after a start."""
-    last = ("training_committed_steps", "gpu_utilization_ratio", "infiniband_info")
+    last = ("training_last_step_timestamp_seconds", "gpu_utilization_ratio", "infiniband_info")
     try:
         page = fetch(pages_of.exporter).decode()
-        # The exporter finds the processes of ranks within a second after their first push.
-        located = set(re.findall(r'^host_process_blocked_seconds\{.*rank="(\d+)"', page, re.MULTILINE))
+        saved = set(
+            re.findall(r'^training_activity_seconds_total\{.*rank="(\d+)",activity="checkpoint_save"', page, re.M)
+        )
         return (
-            len(located) == GPUS
+            len(saved) == GPUS
             and all(f"\n{name}{{" in page for name in last)
-            and "\nrun_straggler_ratio{" in fetch(pages_of.ledger).decode()  # after three intervals of 15 s
+            and "\nrun_straggler_ratio{" in fetch(pages_of.ledger).decode()  # after two intervals of 15 s
         )
     except OSError:
         return False

@@ -1,8 +1,8 @@
 """Estimate of the series of a cluster, and of what they cost one Prometheus, the ledger and the network.
 
-The series of a healthy node are counted in tests/golden/series_of_a_node.json: families of a simulated node of eight
-H100 with eight ranks, and of a ledger with one run. tests/process/test_size.py writes it. Costs are measured on a real
-Prometheus 2.53 with the shipped rules (bench/size.py, bench/rules.py) and on a real ledger (bench/ledger.py).
+The series of a healthy node are counted in tests/golden/series_of_a_node.json: families in `core` of a simulated node
+of eight H100 with eight ranks, and of a ledger with one run. tests/process/test_size.py writes it. Costs are measured
+on a real Prometheus 2.53 with the shipped rules (bench/size.py, bench/rules.py) and a real ledger (bench/ledger.py).
 """
 
 from __future__ import annotations
@@ -20,25 +20,18 @@ from flopwatch.catalogue import Metric
 from flopwatch.catalogue.training import PHASES
 
 GOLDEN = Path(__file__).resolve().parents[1] / "tests" / "golden" / "series_of_a_node.json"
-# Series per rank that the hook adds on a GPU with PyTorch. The simulated job does not have them.
-TORCH: Mapping[Metric, int] = {
-    m.TRAINING_PHASE_SECONDS_TOTAL: len(PHASES),
-    m.TRAINING_COLLECTIVE_SEQUENCE_NUMBER: 1,
-    m.TRAINING_HARDWARE_FLOPS_TOTAL: 1,
-    m.TRAINING_RECOMPILATIONS_TOTAL: 1,
-    m.TRAINING_ALLOCATOR_RETRIES_TOTAL: 1,
-    m.TRAINING_OUT_OF_MEMORY_TOTAL: 1,
-    m.TRAINING_ALLOCATOR_UNUSED_BYTES: 1,
-}
+# Series of core per rank that the hook adds on a GPU with PyTorch. The simulated job does not have them.
+TORCH: Mapping[Metric, int] = {m.TRAINING_PHASE_SECONDS_TOTAL: len(PHASES)}
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800, "y": 31_536_000}
 # up, scrape_duration_seconds, scrape_samples_scraped, scrape_samples_post_metric_relabeling, scrape_series_added
 TARGET = 5
 # Records of a healthy cluster, by evaluation interval in seconds: series per rank, node, port, GPU with a rail, rail of
 # a run, run, and cluster. The two ALERTS are the watchdog's.
 RECORDED: Mapping[int, Mapping[str, int]] = {
-    15: {"rank": 2, "node": 1, "run": 21, "whole": 3},
-    60: {"node": 2, "port": 1, "gpu": 1, "rail": 4, "run": 105, "whole": 2},
-    120: {"node": 1, "run": 7, "whole": 4},
+    3: {"run": 1},
+    15: {"node": 2, "run": 22, "whole": 2},
+    60: {"rank": 2, "node": 33, "port": 1, "gpu": 3, "rail": 4, "run": 111, "whole": 3},
+    120: {"node": 8, "run": 7, "whole": 4},
 }
 
 RUN_NODES = 64
@@ -54,11 +47,13 @@ PROGRAM, SERIES, SAMPLE, OLD_SAMPLE = 54e6, 2850.0, 10.0, 6.0
 # 3), and of recorded ones, whose values have all their digits. The last one is for the write-ahead log of a head.
 RAW_OF_SAMPLE, RECORD_OF_SAMPLE, LOG_OF_SAMPLE = 1.7, 5.3, 5.6
 SENT_OF_RAW, SENT_OF_RECORD = 16.6, 12.0  # bytes per sample by remote write, with labels: bench/size.py --store
-CORES_OF_NODE = 1.3e-3  # cores of a Prometheus that scrapes a node every 15 s and evaluates the rules: bench/size.py
-# bench/rules.py: seconds per node that the group flopwatch-training takes, with 4,096 nodes on two cores.
-TRAINING_GROUP, TRAINING_EVERY = 14.64 / 4096, 15.0
+# bench/rules.py with 512 nodes on two cores: cores of a Prometheus that scrapes a node every 15 s and evaluates the
+# rules, and the most seconds per node that the group flopwatch-host-slow took, with its interval.
+CORES_OF_NODE = 0.21 / 512
+SLOWEST_GROUP, SLOWEST_EVERY = 1.82 / 512, 120.0
+LEDGER_SCRAPED = 3.0  # seconds: AlertSettings.ledger_interval, without what `alerts` imports
 LEDGER_EVERY = 15.0  # mean seconds between two records of a node about a run: telemetry.ledger_client
-LEDGER_CPU, LEDGER_DISK = 1.07e-3, 1210.0  # CPU seconds per request, bytes per node: bench/ledger.py
+LEDGER_CPU, LEDGER_DISK = 0.7e-3, 1210.0  # CPU seconds per request, bytes per node: bench/ledger.py
 ZIPPED = 15.4  # bytes per series on the network: the compressed page of a node with eight GPUs and eight ranks
 ROOM = 1.5  # factor on the memory, for the queries of dashboards
 BUSY = 0.8  # share of a group's interval above which its evaluation takes too long
@@ -155,7 +150,7 @@ class Size:
     disk_raw_bytes: float
     disk_records_bytes: float
     cores: float
-    training_group_seconds: float
+    slowest_group_seconds: float
     scrape_bytes: float
     scraped_bytes_per_second: float
     remote_write_raw_bytes_per_second: float
@@ -213,7 +208,7 @@ def size(cluster: Cluster, age: float = HEAD) -> Size:
     recorded = {every: sum(count * many[what] for what, count in each.items()) for every, each in RECORDED.items()}
     scraped = hardware + hook + ledger + targets
     restarted = round(cluster.restarts * ranks * of_rank)
-    raw = scraped / cluster.scrape_interval
+    raw = (scraped - ledger) / cluster.scrape_interval + ledger / LEDGER_SCRAPED
     records = sum(count / every for every, count in recorded.items())
     scrape = (hardware + hook) / nodes * ZIPPED
     requests = nodes / LEDGER_EVERY
@@ -231,7 +226,7 @@ def size(cluster: Cluster, age: float = HEAD) -> Size:
         + (raw + records) * LOG_OF_SAMPLE * HEAD,
         disk_records_bytes=records * RECORD_OF_SAMPLE * cluster.records_retention,
         cores=nodes * CORES_OF_NODE * 15 / cluster.scrape_interval,
-        training_group_seconds=ranks / 8 * TRAINING_GROUP,
+        slowest_group_seconds=ranks / 8 * SLOWEST_GROUP,
         scrape_bytes=scrape,
         scraped_bytes_per_second=scrape * nodes / cluster.scrape_interval,
         remote_write_raw_bytes_per_second=raw * SENT_OF_RAW,
@@ -244,7 +239,7 @@ def size(cluster: Cluster, age: float = HEAD) -> Size:
 
 def one_prometheus(cluster: Cluster) -> int:
     """Return the number of such nodes up to which one Prometheus on two cores evaluates the rules in time."""
-    return int(BUSY * TRAINING_EVERY / (TRAINING_GROUP * max(cluster.ranks_per_node, 1) / 8))
+    return int(BUSY * SLOWEST_EVERY / (SLOWEST_GROUP * max(cluster.ranks_per_node, 1) / 8))
 
 
 def table(cluster: Cluster, found: Size) -> str:
@@ -275,11 +270,11 @@ def table(cluster: Cluster, found: Size) -> str:
             f"{_count(round(found.recorded_samples_per_second))}/s of them recorded",
         ),
         ("memory", _bytes(found.memory_bytes), "most resident, without queries of boards"),
-        ("cores", f"{found.cores:.2f}", f"scraping and rules; {1000 * CORES_OF_NODE:g} for a thousand nodes"),
+        ("cores", f"{found.cores:.2f}", f"scraping and rules; {1000 * CORES_OF_NODE:.2g} for a thousand nodes"),
         (
             "slowest group of rules",
-            f"{found.training_group_seconds:.1f} s of {TRAINING_EVERY:g}",
-            f"flopwatch-training, on two cores: in time up to {_count(one)} nodes",
+            f"{found.slowest_group_seconds:.1f} s of {SLOWEST_EVERY:g}",
+            f"flopwatch-host-slow, on two cores: in time up to {_count(one)} nodes",
         ),
         (
             "disk, all",

@@ -37,7 +37,8 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "exporter"))
 
-from bench.exporter import RANKS, Side, free_port, running
+from bench.exporter import Side, free_port, running
+from bench.ranks import RANKS
 
 WARM_UP = 0.25
 CROWD, CROWD_SECONDS = 16, 20.0

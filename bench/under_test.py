@@ -3,16 +3,20 @@
     python bench/under_test.py '{"port": 9450, "otlp": 4318, "state": "DIR", "gpus": 8}'
 
 With "gpus", it serves a simulated node of up to 16 GPUs. Otherwise it serves this host, or only the "sources" that are
-given. Every scrape reads the sources, because no result is shared for a second. The benchmark, not the exporter,
+given. Every scrape reads the sources, because no result is shared for a second. With "driver", the folder of a
+simulated node, it only makes the driver's calls of a scrape at each byte on stdin. The benchmark, not the exporter,
 advances the simulated node.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
+import os
 import sys
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,15 +36,51 @@ def more_gpus(gpus: int) -> None:
         vars(h100).update(GPUS=gpus, PCI_BUSES=buses[:gpus])
 
 
-def build(factory: str, gpus: str, **arguments: str) -> Collector:
-    """Return the collector that `factory` (module:function) makes, for a simulated node with `gpus` GPUs.
+def build(factory: str, count: str, **arguments: str) -> Collector:
+    """Return the collector that `factory` (module:function) makes, for a simulated node with `count` GPUs.
 
-    Called in a reader process.
+    Called in a reader process. NVML waits for events in the kernel, so the simulated one looks for them only rarely.
     """
-    more_gpus(int(gpus))
+    from flopwatch.simulate import pynvml
+
+    vars(pynvml).update(EVENT_POLL=10.0)
+    more_gpus(int(count))
     module, _, function = factory.partition(":")
     collector: Collector = getattr(importlib.import_module(module), function)(**arguments)
     return collector
+
+
+def drive(root: Path) -> None:
+    """Repeat the calls of the simulated driver that the NVML collector makes in a scrape, at each byte on stdin."""
+    from flopwatch.node.collectors.nvml import Nvml
+    from flopwatch.simulate.pynvml import Simulation
+
+    calls: list[tuple[Callable[..., object], tuple[object, ...]]] = []
+    library = Simulation(root)
+
+    class Recorder:
+        def __getattr__(self, name: str) -> Any:
+            found = getattr(library, name)
+            if not hasattr(Simulation, name):
+                return found  # a constant or a structure
+
+            def call(*arguments: object) -> object:
+                calls.append((found, arguments))
+                return found(*arguments)
+
+            return call
+
+    now = 0.0
+    with tempfile.TemporaryDirectory() as folder:
+        collector = Nvml(Recorder(), "node1", Path(folder, "gpus.json"), clock=lambda: now)
+        for _ in range(3):  # the first two read more than every scrape does
+            calls.clear()
+            now += 15.0  # at least one of the collector's intervals, except those for ever
+            collector.read()
+    while os.read(0, 1):
+        for call, arguments in calls:
+            with contextlib.suppress(library.NVMLError):
+                call(*arguments)
 
 
 def serve(options: Mapping[str, Any]) -> None:
@@ -57,6 +97,7 @@ def serve(options: Mapping[str, Any]) -> None:
         state=Path(options["state"]),
         sysfs=Path(options.get("sysfs", "/sys")),
         host="node1",
+        ledger=options.get("ledger", "off"),
         simulate="h100x8" if gpus else None,
     )
 
@@ -67,8 +108,8 @@ def serve(options: Mapping[str, Any]) -> None:
 
     def readers(settings: ExporterSettings, sources: HostSources) -> list[Reader]:
         chosen = [one for one in hardware(settings, sources) if one.name in options.get("sources", [one.name])]
-        for one in chosen if gpus > 8 else ():
-            more = {"factory": one.spec.factory, "gpus": str(gpus)}
+        for one in [one for one in chosen if gpus > 8 or (gpus and one.name == "xid")]:
+            more = {"factory": one.spec.factory, "count": str(gpus)}
             one.spec = Spec("bench.under_test:build", {**one.spec.arguments, **more})
         return chosen
 
@@ -78,4 +119,5 @@ def serve(options: Mapping[str, Any]) -> None:
 
 
 if __name__ == "__main__" and len(sys.argv) > 1:
-    serve(json.loads(sys.argv[1]))
+    chosen = json.loads(sys.argv[1])
+    drive(Path(chosen["driver"])) if "driver" in chosen else serve(chosen)

@@ -139,9 +139,10 @@ class ServedCluster:
         ledger, began = Ledger(), time.time()
 
         def send(record: Record) -> None:
-            known = record["event"] == "snapshot"
-            waits = self._hooks.waits(record, self.topology.gpus_per_node) if known else None
-            ledger.apply({**record, "waits": waits})
+            ranks, measured = self.topology.gpus_per_node, {}
+            if record["event"] == "snapshot":
+                measured = {"waits": self._hooks.waits(record, ranks), "work": self._hooks.work(record, ranks)}
+            ledger.apply({**record, **measured})
 
         def look(world: SimulatedCluster, t: float) -> None:
             if self.stop.wait(max(0.0, began + t - time.time())):
@@ -326,7 +327,7 @@ class ClusterDemo(AbstractContextManager["ClusterDemo"]):
         (port,) = free_ports(1)
         self.prometheus = PrometheusApi(f"http://127.0.0.1:{port}")
         (self.folder / "rules.yaml").write_text(rules_yaml(settings))
-        (self.folder / "prometheus.yml").write_text(json.dumps(self._configuration(bodies.address, f"{step:g}s")))
+        (self.folder / "prometheus.yml").write_text(json.dumps(self._configuration(bodies.address, settings)))
         prometheus = self._child(
             "prometheus",
             [
@@ -355,7 +356,8 @@ class ClusterDemo(AbstractContextManager["ClusterDemo"]):
             f"{self.boards}/healthz",
         )
 
-    def _configuration(self, address: str, step: str) -> dict[str, object]:
+    def _configuration(self, address: str, settings: AlertSettings) -> dict[str, object]:
+        step = settings.at_pace(settings.scrape_interval)
         hosts = [self.cluster.topology.host(node) for node in range(NODES)]
 
         def targets(paths: Iterable[tuple[str, str]]) -> list[dict[str, object]]:
@@ -376,6 +378,7 @@ class ClusterDemo(AbstractContextManager["ClusterDemo"]):
                 },
                 {
                     "job_name": "flopwatch-ledger",
+                    "scrape_interval": settings.at_pace(settings.ledger_interval),
                     "honor_labels": True,
                     "static_configs": targets([("ledger", "ledger:9451")]),
                 },

@@ -57,7 +57,7 @@ class ScrapedSeries:
 
     def __init__(self, begin: float, step: float) -> None:
         self.begin, self.step, self.last = begin, step, 0
-        self._values: dict[str, list[tuple[int, str]]] = {}
+        self._values: dict[tuple[str, Labels], list[tuple[int, str]]] = {}
 
     def __call__(self, t: float, lines: Iterable[Line]) -> None:
         """Add the samples of one scrape at virtual time `t`."""
@@ -68,11 +68,14 @@ class ScrapedSeries:
         for name, labels, value in lines:
             if name.endswith("_timestamp_seconds"):
                 value -= EPOCH + self.begin
-            self._values.setdefault(series(name, labels), []).append((place, f"{value:.12g}"))
+            self._values.setdefault((name, tuple(labels.items())), []).append((place, f"{value:.12g}"))
 
     def inputs(self) -> list[dict[str, str]]:
         """Return all series with their values. A series is stale from its first missing scrape on, as in Prometheus."""
-        return [{"series": name, "values": " ".join(self._text(found))} for name, found in self._values.items()]
+        return [
+            {"series": series(name, dict(labels)), "values": " ".join(self._text(found))}
+            for (name, labels), found in self._values.items()
+        ]
 
     def _text(self, found: list[tuple[int, str]]) -> Iterable[str]:
         expected = 0
@@ -362,7 +365,7 @@ class Rehearsal:
     begin: float
     step: float
     firing: list[Firing]
-    messages: list[Notification]
+    messages: list[Notification] = field(default_factory=list)
 
     @property
     def pages(self) -> dict[str, list[Notification]]:
@@ -379,15 +382,12 @@ def rehearse(
     seed: int = 1,
     faults: Sequence[Fault] | None = None,
     step: float | None = None,
-    servers: Servers | None = None,
-    pace: float = PACE,
     after: float = AFTER,
     change: Callable[[Line], Line | None] = lambda line: line,
 ) -> Rehearsal:
-    """Simulate a scenario, evaluate the rules over its series and collect the messages of Alertmanager.
+    """Simulate a scenario and evaluate the rules over its series, without messages: `notified` adds them.
 
-    `change` can replace a scraped sample, or drop it by returning None. Raises StackError if promtool or Alertmanager
-    fails.
+    `change` can replace a scraped sample, or drop it by returning None. Raises StackError if promtool fails.
     """
     settings = AlertSettings()
     step = settings.scrape_interval if step is None else step
@@ -405,10 +405,15 @@ def rehearse(
         step=step,
         scraped=lambda t, lines: scraped(t, (changed for line in lines if (changed := change(line)) is not None)),
     )
-    servers = find() if servers is None else servers
     with tempfile.TemporaryDirectory(prefix="flopwatch-rehearsal-") as folder:
-        firing = evaluated(scraped, servers.promtool, settings, Path(folder))
-        return Rehearsal(result, begin, step, firing, delivered(firing, step, begin, servers, Path(folder), pace))
+        return Rehearsal(result, begin, step, evaluated(scraped, find().promtool, settings, Path(folder)))
+
+
+def notified(rehearsal: Rehearsal) -> Rehearsal:
+    """Return a rehearsal with the messages of a real Alertmanager. Raises StackError if this fails."""
+    with tempfile.TemporaryDirectory(prefix="flopwatch-rehearsal-") as folder:
+        messages = delivered(rehearsal.firing, rehearsal.step, rehearsal.begin, find(), Path(folder))
+    return replace(rehearsal, messages=messages)
 
 
 def report(rehearsal: Rehearsal) -> str:
@@ -453,11 +458,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--pages", type=int, help="expected number of pages")
     given = parser.parse_args(arguments)
     try:
-        rehearsal = rehearse(
-            SCENARIOS[given.scenario].sized(given.days, None),
-            given.seed,
-            script(given.faults) if given.faults is not None else None,
-            given.step,
+        rehearsal = notified(
+            rehearse(
+                SCENARIOS[given.scenario].sized(given.days, None),
+                given.seed,
+                script(given.faults) if given.faults is not None else None,
+                given.step,
+            )
         )
     except (SettingsError, ServersError, StackError) as error:
         print(f"error: {error}", file=sys.stderr)

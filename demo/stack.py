@@ -137,8 +137,8 @@ class DemoStack:
 
     `pace` divides every window and interval of the shipped alerts. `train` chooses the job on the simulated node.
     `trainer` has further arguments for the job, and `exporter` for the exporter. With `shows`, dashboards are shown if
-    possible (demo/boards.py). Query and disturb the stack through `prometheus`, `receiver`, `node` and `control`. The
-    job logs to `train_log`.
+    possible (demo/boards.py). With `ledger`, the ledger is a process of its own. Query and disturb the stack through
+    `prometheus`, `receiver`, `node` and `control`. The job logs to `train_log`.
     """
 
     def __init__(
@@ -154,12 +154,13 @@ class DemoStack:
         ranks: int = 4,
         servers: Servers | None = None,
         shows: bool = False,
+        ledger: bool = False,
     ) -> None:
         self.state, self.pace, self.push_interval = state.absolute(), pace, push_interval
         self.train, self.trainer, self.exporter, self.run, self.ranks = train, trainer, exporter, run, ranks
         self.servers = find() if servers is None else servers
         self.show: DashboardViewer | None = None
-        self._shows = shows
+        self._shows, self._ledger = shows, ledger
         self.children: dict[str, Child] = {}
         self.mark = uuid.uuid4().hex
         (
@@ -168,7 +169,8 @@ class DemoStack:
             self.exporter_address,
             self.otlp_address,
             self.boards_address,
-        ) = (f"127.0.0.1:{port}" for port in free_ports(5))
+            self.ledger_address,
+        ) = (f"127.0.0.1:{port}" for port in free_ports(6))
         self.prometheus = PrometheusApi(f"http://{self.prometheus_address}")
         self.node = SimulatedNode(self.state / "exporter" / "simulated")
         self.train_log = self.state / "train.jsonl"
@@ -204,6 +206,11 @@ class DemoStack:
             # Before Prometheus, which repeats a failed delivery only after a minute, at any pace.
             self._wait_for("alertmanager", f"http://{self.alertmanager_address}/-/ready")
         self._start_prometheus(settings)
+        if self._ledger:
+            state = self.state / "ledger"
+            command = [sys.executable, "-m", "flopwatch", "ledger", "serve", "--state", str(state)]
+            self._launch("ledger", *command, "--listen", self.ledger_address)
+            self._wait_for("ledger", f"http://{self.ledger_address}/healthz")
         self._launch(
             "exporter",
             sys.executable,
@@ -219,7 +226,7 @@ class DemoStack:
             "--simulate",
             "h100x8",
             "--ledger",
-            "embedded",
+            f"http://{self.ledger_address}" if self._ledger else "embedded",
             "--new-for",
             f"{60 / self.pace:g}",
             *self.exporter,
@@ -271,11 +278,17 @@ class DemoStack:
         (folder / "rules.yaml").write_text(rules_yaml(settings))
         interval = settings.at_pace(settings.scrape_interval)
         targets = [self.alertmanager_address] if self.servers.alertmanager else []
+        scraped = [("flopwatch", self.exporter_address, interval)]
+        if self._ledger:
+            scraped.append(("flopwatch-ledger", self.ledger_address, settings.at_pace(settings.ledger_interval)))
         configuration = {  # JSON is YAML
             "global": {"scrape_interval": interval, "scrape_timeout": interval, "evaluation_interval": interval},
             "rule_files": [str(folder / "rules.yaml")],
             "alerting": {"alertmanagers": [{"static_configs": [{"targets": targets}]}]},
-            "scrape_configs": [{"job_name": "flopwatch", "static_configs": [{"targets": [self.exporter_address]}]}],
+            "scrape_configs": [
+                {"job_name": job, "scrape_interval": every, "static_configs": [{"targets": [address]}]}
+                for job, address, every in scraped
+            ],
         }
         (folder / "prometheus.yml").write_text(json.dumps(configuration, indent=2))
         self._launch(
@@ -364,7 +377,7 @@ class DemoStack:
 
     def stop(self, kill: bool = False) -> None:
         """End all programs, the training job first. Raises StackError if a process or an open port is left."""
-        for name in ("training", "boards", "exporter", "prometheus", "alertmanager"):
+        for name in ("training", "boards", "exporter", "ledger", "prometheus", "alertmanager"):
             if name in self.children:
                 self.children[name].stop(kill)
         self.receiver.close()
@@ -379,6 +392,7 @@ class DemoStack:
             self.exporter_address,
             self.otlp_address,
             self.boards_address,
+            self.ledger_address,
         ):
             host, _, port = address.partition(":")
             with socket.socket() as probe:

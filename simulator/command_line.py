@@ -12,6 +12,7 @@ from typing import TextIO
 from flopwatch.settings import SettingsError
 
 PARALLEL = "parallel"  # scenario of jobs with parallel groups
+VERDICTS = "verdicts"  # scenario of jobs of every kind
 DESCRIPTION = "Simulate a fleet with faults in virtual time and compare the ledger's figures with the truth"
 
 
@@ -24,7 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="llama3 (default), crash_loop, leaf_failure, rolling_maintenance, slowdowns or healthy. stragglers and "
         "hangs test the alert rules on small jobs with each kind of straggler or hang, and parallel the verdicts on "
-        "jobs with tensor, context, expert, data and pipeline parallelism",
+        "jobs with tensor, context, expert, data and pipeline parallelism. verdicts judges jobs of all these kinds "
+        "and 1,000 healthy hours, and prints a confusion matrix",
     )
     add("--days", type=_positive, metavar="N", help="length of the simulation (default: the scenario's)")
     add("--gpus", type=int, metavar="N", help="GPUs of the job, in nodes of 8 (default: the scenario's)")
@@ -55,14 +57,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=50,
         metavar="N",
-        help="stragglers, hangs and parallel: jobs of each kind, with seeds from --seed on (default 50)",
+        help="stragglers, hangs, parallel and verdicts: jobs of each kind, with seeds from --seed on (default 50)",
     )
+    add("--hours", type=_positive, metavar="N", help="verdicts: length of the healthy runs together (default 1000)")
     add(
         "--rules",
         type=Path,
-        default=Path("helm/files/rules.yaml"),
+        nargs="+",
+        default=[Path("helm/files/rules", file) for file in ("host.yaml", "run.yaml")],
         metavar="FILE",
-        help="stragglers and hangs: the alert rules (default helm/files/rules.yaml)",
+        help="stragglers and hangs: the alert rules and the records that they read (default: host.yaml and run.yaml "
+        "in helm/files/rules)",
     )
     add(
         "--promtool",
@@ -83,10 +88,12 @@ def run(options: argparse.Namespace) -> int:
     from simulator.faults import script
     from simulator.scenarios import SCENARIOS, simulate
 
-    if options.scenario in (*kinds.SCENARIOS, PARALLEL):
+    if options.hours is not None and options.scenario != VERDICTS:
+        raise SettingsError(f"--hours is for --scenario {VERDICTS}, not {options.scenario}")
+    if options.scenario in (*kinds.SCENARIOS, PARALLEL, VERDICTS):
         return _run_verdicts(options)
     if options.scenario not in SCENARIOS:
-        known = ", ".join((*SCENARIOS, *kinds.SCENARIOS, PARALLEL))
+        known = ", ".join((*SCENARIOS, *kinds.SCENARIOS, PARALLEL, VERDICTS))
         raise SettingsError(f"--scenario {options.scenario}: there are {known}")
     scenario = SCENARIOS[options.scenario].sized(options.days, options.gpus)
     faults = script(options.faults) if options.faults is not None else None
@@ -107,7 +114,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run_verdicts(options: argparse.Namespace) -> int:
-    from simulator import parallel_judge, verdicts
+    from simulator import confusion, parallel_judge, verdicts
 
     names = ("days", "gpus", "faults", "every", "history", "metrics")
     excess = [f"--{name}" for name in names if getattr(options, name) is not None]
@@ -121,6 +128,10 @@ def _run_verdicts(options: argparse.Namespace) -> int:
         rows = parallel_judge.evaluate(options.seeds, options.seed)
         print(json.dumps(parallel_judge.to_json(rows), indent=2) if options.json else parallel_judge.table(rows))
         return 1 if any(row.misnamed or row.right < verdicts.MIN_RIGHT * len(row.outcomes) for row in rows) else 0
+    if options.scenario == VERDICTS:
+        found = confusion.evaluate(options.seeds, options.seed, options.hours or confusion.HEALTHY_HOURS)
+        print(json.dumps(found, indent=1) if options.json else confusion.markdown(found))
+        return 1 if confusion.misses(found) else 0
     result = verdicts.evaluate(options.scenario, options.seeds, options.seed, options.rules, options.promtool)
     if options.json:
         print(json.dumps(verdicts.to_json(result), indent=2))

@@ -40,6 +40,7 @@ class HookTotals:
     durations: Counter[int] = field(default_factory=Counter)  # steps by bucket of the histogram
     each: float = 0.0  # seconds of the last steps, which all take the same
     seconds: float = 0.0  # in steps
+    work: dict[str, float] = field(default_factory=dict)  # of one rank, by its name in a record
 
 
 class Hooks:
@@ -67,6 +68,15 @@ class Hooks:
             for rank in range(first, first + ranks)
             if (wait := totals.waits.get(rank)) is not None
         ]
+
+    def work(self, record: Record, ranks: int) -> dict[str, float]:
+        """Return the field `work` for a record of a host with so many ranks, as of the last call, if it is known."""
+        totals = self._totals.get(record["attempt"])
+        if totals is None:
+            return {}
+        # One rank reports the durations of steps.
+        steps = {"steps": totals.steps, "step_seconds": totals.seconds} if record["rank"] == 0 else {}
+        return {name: ranks * done for name, done in totals.work.items()} | steps
 
     def _run(
         self, world: SimulatedCluster, state: JobState, attempt: JobAttempt, t: float
@@ -107,12 +117,19 @@ class Hooks:
         """Return the samples that are equal on all ranks, each with its labels after `run` and `rank`."""
         job, seconds, made = state.job, attempt.seconds(t), totals.steps
         model = job.flops_per_step(state.gpus) / state.gpus * made
+        capacity = job.peak_flops * seconds.get("step", 0.0)
+        totals.work = {
+            "tokens": TOKENS * made,
+            "model_flops": model,
+            "hardware_flops": 4 / 3 * model,
+            "step_capacity_flops": capacity,
+        }
         samples: list[tuple[Metric, tuple[str, ...], float]] = [
             (m.TRAINING_STEPS_TOTAL, (), made),
             (m.TRAINING_TOKENS_TOTAL, (), TOKENS * made),
             (m.TRAINING_MODEL_FLOPS_TOTAL, (), model),
             (m.TRAINING_HARDWARE_FLOPS_TOTAL, (), 4 / 3 * model),
-            (m.TRAINING_CAPACITY_FLOPS_TOTAL, (), job.peak_flops * seconds.get("step", 0.0)),
+            (m.TRAINING_CAPACITY_FLOPS_TOTAL, (), capacity),
             (m.TRAINING_PEAK_FLOPS_PER_SECOND, (), job.peak_flops),
             (m.TRAINING_MEASURED_STEP_SECONDS_TOTAL, (), totals.seconds),
             (m.TRAINING_MEASURED_STEPS_TOTAL, (), made),

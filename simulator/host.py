@@ -9,7 +9,6 @@ from typing import Any
 from flopwatch.catalogue.xid import xids
 from flopwatch.node.collectors.xid.kernel_lines import OFF_THE_BUS
 from flopwatch.simulate import SimulatedHost, h100
-from flopwatch.simulate.lies import LIES
 from flopwatch.simulate.pynvml import Simulation
 
 XID_TEXTS = {
@@ -17,6 +16,22 @@ XID_TEXTS = {
     94: "pid=4711, name=python, Contained: SM (0x1). RST: No, D-RST: No",
     119: "pid=4711, name=python, Timeout after 6s of waiting for RPC response from GPU GSP! Expected function 76 "
     "(GSP_RM_CONTROL) (0x20801813 0x4c).",
+}
+
+# Ways in which drivers mislead their readers (flopwatch.simulate.lies), and where that was seen.
+LIES = {
+    "double_types": "declare integer fields as DOUBLE",  # NVML bugs 2032468 and 4300930
+    "unwritten_fields": "return success for ECC and retirement fields without writing them",  # NVML bug 2009232
+    "wrapping_bytes": "wrap the PCIe byte fields 197 and 198 at 32 bits",  # DCGM-exporter issue 721
+    "mixed_fields": "fail a call that mixes ECC fields with others",  # DCGM issue 265
+    "gpm_refusals": "refuse activity samples in the second half of every ten minutes",  # DCGM issue 214
+    "slow_values": "take 1 ms per field value",
+    "slow_gpu": "take 100 ms per call about GPU 7",
+    "hidden_mig": "let no process see a MIG instance",  # nvidia-container-toolkit issue 842
+    "garbled_processes": "return garbage in place of the second and later processes",  # early R535 releases
+    "slow_init": "take 40 s for nvmlInit",
+    "no_persistence": "switch persistence mode off",
+    "no_ecc": "switch error correction off",
 }
 
 ECC_ERRORS = ("corrected", "uncorrected")
@@ -175,7 +190,7 @@ class SimulatedNode(SimulatedHost):
         self._set("profiler", _gpu(gpu), mode == "on")
 
     def lie(self, kind: str, mode: str = "on") -> None:
-        """Let the driver mislead its readers in one way of lies.LIES (mode `on`), or no longer (`off`)."""
+        """Let the driver mislead its readers in one way of LIES (mode `on`), or no longer (`off`)."""
         if kind not in LIES or mode not in ("on", "off"):
             raise ValueError(f"{kind!r} {mode!r} is not one of {', '.join(LIES)}, with on or off")
         with self._folder.faults() as faults:

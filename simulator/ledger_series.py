@@ -1,14 +1,16 @@
 """Series of the ledger about one simulated job: its verdicts, from the records of the job's two hosts.
 
 The records are made and applied by the code that is shipped. A host sends one in about 15 s, at a random time, and at
-once if a step becomes overdue or a sign appears.
+once if a step becomes overdue or a sign appears. Where no step hangs, it also sends early while steps take longer.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from math import inf
+from functools import lru_cache
+from itertools import chain
+from math import ceil, floor, inf
 from typing import Any
 
 from flopwatch import catalogue as m
@@ -16,10 +18,18 @@ from flopwatch.catalogue import Metric, Sample
 from flopwatch.ledger.ledger import Ledger
 from flopwatch.node.telemetry import open_step
 from flopwatch.node.telemetry.evidence import BEFORE, EvidenceLog
-from flopwatch.node.telemetry.ledger_client import SPREAD, URGENT, URL_INTERVAL, urgent_state
+from flopwatch.node.telemetry.ledger_client import (
+    READ_EVERY,
+    SAMPLE,
+    SPREAD,
+    URGENT,
+    URL_INTERVAL,
+    StepTrend,
+    urgent_state,
+)
 from flopwatch.node.telemetry.open_step import GpuActivity, HostParts, RankOfHost, StepClock
 from flopwatch.node.telemetry.otlp import Push
-from simulator.ranks import HOSTS, PER_HOST, Labels, RankTotals, Series, SynchronousJob, Values
+from simulator.ranks import HOSTS, INTERVAL, PER_HOST, Labels, RankTotals, Series, SynchronousJob, Values, utilization
 
 VERDICTS = (
     m.RUN_STRAGGLER_RATIO,
@@ -34,22 +44,23 @@ VERDICTS = (
 DELAY = 0.5  # seconds from a record's push to the ledger
 BEGINNING = 120.0  # seconds of a hang in which a host looks every second for what to send at once
 P99_OF = 200  # steps
+DISTURBED_EVERY = 300.0  # mean seconds between two disturbances of a job's network or ledger
+DISTURBED = (5.0, 90.0)  # range of the seconds of a disturbance
+DELAYED = (1.0, 20.0)  # range of the delay of a busy host's records, in seconds
 
 Record = dict[str, Any]
 
 
 def ledger_series(job: SynchronousJob) -> Iterator[tuple[Series, Values]]:
     """Yield the series of VERDICTS about a job, with their values at all scrapes."""
-    ledger = Ledger()
-    hosts = (SimulatedExporter(job, host) for host in range(HOSTS))
-    records = sorted((sent for host in hosts for sent in host.records()), key=lambda sent: sent[0])
+    ledger, sent = Ledger(), records(job)
     found: dict[tuple[str, tuple[tuple[str, str], ...]], Values] = {}
     target = {"job": "flopwatch-ledger", "instance": f"{job.name}-ledger:9451"}
     for number, t in enumerate(job.scrapes):
-        while records and records[0][0] <= t:
-            received, record = records.pop(0)
+        while sent and sent[0][0] <= t:
+            received, record = sent.pop(0)
             ledger.apply(record, received)
-        for row, values, value in ledger.families(t):
+        for row, values, value in chain.from_iterable(ledger.families(t)):
             if row in VERDICTS:
                 labels = tuple((key, text) for key, text in zip(row.labels, values, strict=True) if text)
                 found.setdefault((row.name, labels), [None] * len(job.scrapes))[number] = value
@@ -59,6 +70,29 @@ def ledger_series(job: SynchronousJob) -> Iterator[tuple[Series, Values]]:
             for before, value in zip([None, *series], series, strict=False)
         ]
         yield (name, {**target, **dict(own)}), stale
+
+
+def records(job: SynchronousJob) -> list[tuple[float, Record]]:
+    """Return the records of a job's hosts in order of time, each with the time at which the ledger receives it."""
+    hosts = (SimulatedExporter(job, host) for host in range(HOSTS))
+    return sorted((sent for host in hosts for sent in host.records()), key=lambda sent: sent[0])
+
+
+def disturbed(job: SynchronousJob) -> list[tuple[float, Record]]:
+    """Return the records of a job that arrive while its hosts are cut off or busy, and the ledger restarts."""
+    rng, t, spans = random.Random(f"{job.name} network"), 0.0, []
+    while (t := t + rng.expovariate(1 / DISTURBED_EVERY)) < job.seconds:
+        source = rng.choice([job.host(host) for host in range(HOSTS)] + [""])  # empty: the ledger
+        spans.append((t, t + rng.uniform(*DISTURBED), source, rng.random() < 0.5))
+    arrived = []
+    for received, record in records(job):
+        late = 0.0
+        for begin, end, source, lost in spans:
+            if begin <= received < end and source in ("", record["source"]):
+                late = inf if lost or not source else max(late, rng.uniform(*DELAYED))
+        if late < inf:
+            arrived.append((received + late, record))
+    return sorted(arrived, key=lambda sent: sent[0])
 
 
 class SimulatedExporter:
@@ -74,20 +108,36 @@ class SimulatedExporter:
         self._ranks: dict[int, RankOfHost] = {}
         self._durations: list[float] = []
         self._evidence = EvidenceLog(lambda: self._t, GpuActivity(lambda: self._t))
+        self._read_at = -inf
+        self._idle = {(("gpu", str(rank % PER_HOST)), ("uuid", job.uuid(rank))) for rank in job.trouble.idle}
+        rows = {row.name: row for row in vars(m).values() if isinstance(row, Metric)}
+        self._series = [
+            (rows[name], labels, values) for rank in self._totals for (name, labels), values in job.card(rank).items()
+        ]
         self._scrapes = list(self._readings())
 
     def records(self) -> Iterator[tuple[float, Record]]:
         """Yield the records in order of time, each with the time at which the ledger receives it."""
         trouble, due, state = self._job.trouble, self._rng.uniform(0, URL_INTERVAL), None
+        # Before the trouble, and where no step is overdue, the pushes between two records change nothing.
+        every_push_from = trouble.at - URL_INTERVAL if trouble.hangs or trouble.declared else inf
+        pace, sample_at = StepTrend(), 0.0 if every_push_from == inf else inf
         for t, regular in self._looks():
             if self._host in trouble.dark and t >= trouble.at:
                 return
+            waits_for_due = regular and t < min(due, sample_at)
+            if waits_for_due and t < every_push_from:
+                continue
             self._look(t)
-            if not any(rank.end is None for rank in self._ranks.values()) or (regular and t < due):
+            self._read(t)
+            if waits_for_due or not any(rank.end is None for rank in self._ranks.values()):
                 continue
             record = self._record(t)
-            changed, state = urgent_state(record) != state, urgent_state(record)
-            if t >= due or changed:
+            before, state = state, urgent_state(record)
+            changed = state != before
+            if t >= sample_at:
+                sample_at, record["early"] = t + SAMPLE, pace.is_early(record, t)
+            if t >= due or changed or record.get("early"):
                 due = t + self._rng.uniform(*SPREAD) * URL_INTERVAL
                 yield t + (self._rng.uniform(0, URGENT) if changed else 0.0) + DELAY, record
 
@@ -124,9 +174,8 @@ class SimulatedExporter:
                 self._durations.append(segment.end - segment.begin)
         segment = job.segments[self._reached[rank]]
         samples = tuple(
-            (row, _label_values(row, labels), value)
-            for row, suffix, labels, value in job.rank_samples(rank, now, now, totals, segment)
-            if not suffix
+            (row, _label_values(row.labels, labels), value)
+            for row, _, labels, value in job.state_samples(rank, now, totals, segment)
         )
         opened = now - segment.begin if segment.activity == "step" else 0.0
         push = Push("", job.name, "1", rank, 0.0, now, open_step_seconds=opened, samples=samples)
@@ -135,30 +184,45 @@ class SimulatedExporter:
         blocked = job.trouble.at if job.trouble.blocked and rank in job.trouble.behind else None
         self._ranks[rank] = RankOfHost(push, now, step, blocked, None)
 
+    def _read(self, t: float) -> None:
+        """Read the GPUs at `t` if the open step is late and they have too few readings since it began."""
+        opened = t - open_step.seconds_open(self._ranks.values(), t)
+        late = open_step.is_late(self._ranks.values(), self._p99, t)
+        if late and t - self._read_at >= READ_EVERY and self._evidence.activity.lacks(opened + open_step.SETTLED):
+            self._read_at = t
+            self._evidence.observe(self._samples(t / INTERVAL))
+
+    def _samples(self, number: float) -> list[Sample]:
+        """Return what GPUs and ports show at a scrape, or between two, where counters rise steadily."""
+        before, after, samples = floor(number), ceil(number), list[Sample]()
+        for row, labels, values in self._series:
+            value, last = values[min(after, len(values) - 1)], values[before]
+            if isinstance(value, float):
+                if row.type == "counter" and isinstance(last, float):
+                    value = last + (number - before) * (value - last)
+                if number > before and row is m.GPU_UTILIZATION_RATIO and labels not in self._idle:
+                    value = utilization(self._rng)
+                samples.append((row, _label_values(row.labels, labels), value / row.scale))
+        return samples
+
     def _readings(self) -> Iterator[tuple[float, list[Sample]]]:
         """Yield the samples of each scrape of the host's GPUs and ports that succeeds."""
-        rows = {row.name: row for row in vars(m).values() if isinstance(row, Metric)}
-        series = [
-            (rows[name], labels, values)
-            for rank in self._totals
-            for (name, labels), values in self._job.card(rank).items()
-        ]
         for number, (t, failed) in enumerate(zip(self._job.scrapes, self._job.silence(self._host), strict=True)):
-            samples = [
-                (row, _label_values(row, labels), value / row.scale)
-                for row, labels, values in series
-                if isinstance(value := values[number], float)
-            ]
             if not failed:
-                yield t, samples
+                yield t, self._samples(number)
+
+    @property
+    def _p99(self) -> float | None:
+        """Return the 99th percentile of the run's steps, which one rank reports."""
+        last = sorted(self._durations[-P99_OF:])
+        return last[int(0.99 * len(last))] if last and self._host == 0 else None
 
     def _record(self, t: float) -> Record:
         """Return the record that the exporter sends at `t`."""
         live = {rank: one for rank, one in self._ranks.items() if one.end is None}
         first = min(live)
         totals, push = self._totals[first], live[first].push
-        last = sorted(self._durations[-P99_OF:])
-        p99 = last[int(0.99 * len(last))] if last and self._host == 0 else None
+        p99 = self._p99
         opened = t - open_step.seconds_open(self._ranks.values(), t)
         record: Record = {"t": push.at, "run": self._job.name, "attempt": "1", "source": self._job.host(self._host)}
         record |= {"event": "snapshot", "started": 0.0, "rank": first, "gpus": len(self._ranks), "pid": True}
@@ -170,13 +234,15 @@ class SimulatedExporter:
         record["open_step"] = open_step.field_of(self._ranks, p99, t, t, parts)
         if not self._job.trouble.unmeasured & live.keys():
             record["waits"] = [[rank, self._job.stage(rank), 0.0, *_waits(self._totals[rank])] for rank in live]
+            record["computing_squares"] = [self._totals[rank].squares for rank in live]
         return record
 
 
-def _label_values(row: Metric, labels: Labels) -> tuple[str, ...]:
-    """Return the values of a row's labels, empty for those that are not given."""
+@lru_cache(4096)
+def _label_values(names: tuple[str, ...], labels: Labels) -> tuple[str, ...]:
+    """Return the values of the labels with these names, empty for those that are not given."""
     given = dict(labels)
-    return tuple(given.get(label, "") for label in row.labels)
+    return tuple(given.get(name, "") for name in names)
 
 
 def _waits(totals: RankTotals) -> tuple[float, float, float, float]:

@@ -10,6 +10,7 @@ reboots after half of it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from typing import TextIO
 
 import flopwatch
@@ -55,7 +56,7 @@ def series(name: str, labels: Mapping[str, str]) -> str:
 def ledger_lines(ledger: Ledger, t: float) -> Iterator[Line]:
     """Yield the samples of the ledger at virtual time `t`."""
     yield "up", {"job": "flopwatch-ledger", "instance": LEDGER}, 1.0
-    for row, values, value in ledger.families(EPOCH + t):
+    for row, values, value in chain.from_iterable(ledger.families(EPOCH + t)):
         yield line(row, values, value, "flopwatch-ledger", LEDGER)
 
 

@@ -11,12 +11,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
+import numpy as np
+
 from flopwatch.verdicts.waits import Communicator
-from simulator.parallel_step import MICROBATCHES, Disturbance, Layout, Step, step
+from simulator.parallel_step import MICROBATCHES, Disturbance, Layout, Step, steps
 
 NOISE = 0.02  # standard deviation of the computation in a part of a pass, as a share
 LATE = (1.15, 1.25, 1.5)  # factors on the computation of late ranks
 SLOW_LINK, SLOW_LEAF = 12.0, 4.0  # factors on transfers
+TOGETHER = 12  # steps that are simulated together, as few are enough for a verdict
 STORAGE_SHARE, STORAGE_FACTOR = 0.1, 2.0  # of ranks that wait for storage in a step, and factor on their computation
 
 LAYOUTS = {
@@ -59,13 +62,17 @@ class ParallelCase:
     def steps(self, seed: str, count: int) -> Iterator[Step]:
         """Yield `count` steps. The same seed gives the same steps."""
         rng = random.Random(seed)
-        for _ in range(count):
-            yield step(self.layout, self.disturbance(rng))
+        for first in range(0, count, TOGETHER):
+            yield from steps(self.layout, [self.disturbance(rng) for _ in range(min(TOGETHER, count - first))])
 
 
 def _noisy(disturbance: Disturbance) -> Callable[[random.Random], Disturbance]:
     """Return a function that returns the disturbance of a step, with noise."""
-    return lambda rng: replace(disturbance, noise=lambda: max(0.5, rng.gauss(1.0, NOISE)))
+
+    def disturbed(rng: random.Random) -> Disturbance:
+        return replace(disturbance, noise=partial(np.random.default_rng(rng.getrandbits(64)).normal, 1.0, NOISE))
+
+    return disturbed
 
 
 def _storage(rng: random.Random, size: int) -> Disturbance:
@@ -76,9 +83,13 @@ def _storage(rng: random.Random, size: int) -> Disturbance:
 def _late(rng: random.Random, kind: str) -> ParallelCase:
     layout = LAYOUTS[rng.choice(GROUPED[kind])]
     group = rng.choice(list(layout.communicators(kind)))
-    rank = rng.choice(group.ranks)
-    slow = _noisy(Disturbance(slow={rank: rng.choice(LATE)}))
-    return ParallelCase(f"late in {kind}", layout, slow, "rank", frozenset({rank}), layout.finest(rank))
+    return late_rank(f"late in {kind}", layout, rng.choice(group.ranks), rng.choice(LATE))
+
+
+def late_rank(kind: str, layout: Layout, rank: int, factor: float) -> ParallelCase:
+    """Return the case of a job in which a rank computes longer by a factor."""
+    slow = _noisy(Disturbance(slow={rank: factor}))
+    return ParallelCase(kind, layout, slow, "rank", frozenset({rank}), layout.finest(rank))
 
 
 def _missing(rng: random.Random, kind: str) -> ParallelCase:
@@ -87,9 +98,8 @@ def _missing(rng: random.Random, kind: str) -> ParallelCase:
 
 
 def _missing_in_pipeline_only(rng: random.Random) -> ParallelCase:
-    """Draw a rank that stops where no group shows which one the others wait for in receives."""
-    job = _stopped(rng, "missing, no tp", "pp", LAYOUTS[PIPELINE_ONLY])
-    return replace(job, verdict="no suspect", communicator=None)
+    """Draw a rank that stops where only messages show which one the others wait for."""
+    return replace(_stopped(rng, "missing, no tp", "pp", LAYOUTS[PIPELINE_ONLY]), communicator=None)
 
 
 def _stopped(rng: random.Random, name: str, kind: str, layout: Layout) -> ParallelCase:

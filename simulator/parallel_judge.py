@@ -11,15 +11,19 @@ import random
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import fmean
 
-from flopwatch.verdicts import hangs, stragglers
+import numpy as np
+
+from flopwatch.catalogue.ranks import MESSAGES
+from flopwatch.ledger.stragglers import NAMED
+from flopwatch.verdicts import hangs, stragglers, waits, whatif
 from flopwatch.verdicts.stragglers import StragglerVerdict
-from flopwatch.verdicts.waits import POINT_TO_POINT, Communicator, Interval
-from simulator.parallel_cases import KINDS, LAYOUTS, ParallelCase, case, healthy
-from simulator.parallel_step import Layout, Step
+from flopwatch.verdicts.waits import POINT_TO_POINT, Array, Communicator, Interval
+from simulator.parallel_cases import KINDS, ParallelCase, case, healthy
+from simulator.parallel_step import Layout, Step, steps
 
 STEPS, SECONDS = 6, 15.0  # of an interval: steps of 2.5 s, and a report of each host in 15 s
 WELL, DISTURBED = 4, 8  # intervals
@@ -31,7 +35,8 @@ NAMES = ("rank", "group", "stage", "link", "missing")  # verdicts that name rank
 class Outcome:
     """Verdict on one job, whether it names the right ranks and communicator, and the seconds until it first did.
 
-    `misnamed` is whether it named a wrong rank at any time.
+    `misnamed` is whether it named a wrong rank at any time. `whatif` is the error of the predicted step without the
+    disturbance, as a share.
     """
 
     verdict: str
@@ -39,6 +44,7 @@ class Outcome:
     misnamed: bool
     communicator_right: bool | None  # None if the truth has no communicator
     after: float | None
+    whatif: float | None = None
 
 
 @dataclass
@@ -70,25 +76,32 @@ class KindOutcomes:
         return seconds[min(len(seconds) - 1, int(share * len(seconds)))] if seconds else None
 
 
-def intervals(steps: Iterator[Step]) -> Iterator[Interval]:
+def intervals(steps: Iterable[Step]) -> Iterator[Interval]:
     """Yield the waits of successive steps in intervals."""
     every = list(steps)
-    for some in (every[first : first + STEPS] for first in range(0, len(every), STEPS)):
-        seconds = sum(step.seconds for step in some)
-        waits: defaultdict[int, defaultdict[Communicator, float]] = defaultdict(lambda: defaultdict(float))
-        for step in some:
-            for (rank, group), wait in step.waits.items():
-                waits[rank][group] += wait / seconds
-        yield Interval.of(len(some), seconds / len(some), waits, {})
+    members: defaultdict[int, list[Communicator]] = defaultdict(list)
+    for rank, group in dict.fromkeys(place for one in every for place in one.waits):
+        members[rank].append(group)
+    layout = waits.Layout(members)
+    places = [layout.place(number) for number in range(len(layout.rank_of))]
+    seconds = np.array([[step.waits.get((rank, group), 0.0) for group, rank in places] for step in every])
+    for some in (slice(first, first + STEPS) for first in range(0, len(every), STEPS)):
+        yield _interval(layout, [step.seconds for step in every[some]], seconds[some])
 
 
-def judged(kind: str, seed: int) -> Outcome:
-    """Return the outcome for the job of a kind and a seed."""
+def _interval(layout: waits.Layout, steps: Sequence[float], seconds: Array) -> Interval:
+    """Return an interval from the seconds of each of its steps, and those that each place waits in it."""
+    each = np.ones(len(layout.ranks))
+    return Interval(layout, len(steps) * each, sum(steps) * each, seconds.sum(axis=0), 0 * each, np.nan * each)
+
+
+def judged(kind: str, seed: int, *, mend: bool = False) -> Outcome:
+    """Return the outcome for the job of a kind and a seed. With `mend` it has the error of the predicted step."""
     job = case(kind, seed)
-    return _stopped(job, seed) if job.verdict in ("missing", "no suspect") else _disturbed(job, seed)
+    return _stopped(job, seed) if job.verdict in ("missing", "no suspect") else _disturbed(job, seed, mend)
 
 
-def _disturbed(job: ParallelCase, seed: int) -> Outcome:
+def _disturbed(job: ParallelCase, seed: int, mend: bool) -> Outcome:
     well = list(intervals(healthy(job.layout).steps(f"well {seed}", WELL * STEPS)))
     usual = stragglers.usual_wait(well)
     seen: list[Interval] = []
@@ -104,7 +117,18 @@ def _disturbed(job: ParallelCase, seed: int) -> Outcome:
             after = SECONDS * len(seen)
     communicators = {suspect.communicator for suspect in verdict.suspects}
     place_right = None if job.communicator is None else communicators == {job.communicator}
-    return Outcome(verdict.kind, after is not None, misnamed, place_right, after)
+    error = None
+    if mend and after is not None and verdict.kind in NAMED:
+        curve = whatif.curve(seen[-verdict.judged :], verdict)
+        error = abs(curve[len(verdict.suspects)] / _mended_seconds(job, seed) - 1)
+    return Outcome(verdict.kind, after is not None, misnamed, place_right, after, error)
+
+
+def _mended_seconds(job: ParallelCase, seed: int) -> float:
+    """Return the mean seconds of the same steps without what slows the job."""
+    rng = random.Random(str(seed))
+    disturbances = [replace(job.disturbance(rng), slow={}, links={}) for _ in range(DISTURBED * STEPS)]
+    return fmean(step.seconds for step in steps(job.layout, disturbances))
 
 
 def _stopped(job: ParallelCase, seed: int) -> Outcome:
@@ -122,23 +146,21 @@ def _stopped(job: ParallelCase, seed: int) -> Outcome:
 
 
 def _groups(layout: Layout) -> Iterator[Communicator]:
-    for kind in ("tp", "cp", "ep", "dp", POINT_TO_POINT):
+    for kind in ("tp", "cp", "ep", "dp"):
         yield from layout.communicators(kind)
+    for pair in layout.communicators(POINT_TO_POINT):
+        yield from (Communicator(kind, pair.ranks) for kind in MESSAGES)
 
 
-def misnamed_in(hours: float, seed: int = 1) -> int:
-    """Return how many intervals had a named rank in `hours` hours of healthy runs, of all layouts together."""
-    with ProcessPoolExecutor(os.cpu_count()) as pool:
-        return sum(pool.map(partial(_misnamed, hours / len(LAYOUTS), seed), LAYOUTS.values()))
-
-
-def _misnamed(hours: float, seed: int, layout: Layout) -> int:
-    """Return how many intervals had a named rank. Steps are drawn from some hundred simulated ones."""
+def misnamed_in(layout: Layout, hours: float, seed: int = 1) -> int:
+    """Return how many intervals had a named rank in some hours of a healthy run, whose steps are drawn from 300."""
     rng, named = random.Random(seed), 0
-    some = list(healthy(layout).steps(str(seed), HEALTHY_STEPS))
+    some = [next(intervals([step])) for step in healthy(layout).steps(str(seed), HEALTHY_STEPS)]
+    seconds = np.array([one.waits * one.step_seconds for one in some])
     last: deque[Interval] = deque(maxlen=stragglers.WINDOWS[-1][0])
     for _ in range(round(hours * 3600 / SECONDS)):
-        last.extend(intervals(iter(rng.choices(some, k=STEPS))))
+        drawn = rng.choices(range(HEALTHY_STEPS), k=STEPS)
+        last.append(_interval(some[0].layout, [some[number].step_seconds for number in drawn], seconds[drawn]))
         named += bool(stragglers.judge(list(last)).suspects)
     return named
 

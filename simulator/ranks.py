@@ -92,6 +92,11 @@ class Trouble:
     links: frozenset[tuple[int, int]] = frozenset()  # host and port of each link that is down
 
 
+def utilization(rng: random.Random) -> float:
+    """Return the utilization of a GPU on which a kernel runs. A reading may fall between two kernels."""
+    return 0.0 if rng.random() < 0.005 else rng.uniform(0.9, 1.0)
+
+
 class Segment(NamedTuple):
     """A period in which all ranks have the same activity.
 
@@ -112,7 +117,7 @@ class RankTotals:
         self.seconds = dict.fromkeys(("startup", "step", "data_stall", "checkpoint_save", "evaluation", "compile"), 0.0)
         self.wait = self.measured = self.collected = self.in_steps = 0.0
         self.steps = self.measured_steps = 0
-        self.measured_tokens = 0.0
+        self.measured_tokens = self.squares = 0.0
         self.counts = [0] * (len(DURATION_BOUNDS) + 1)
         self.last: float | None = None  # end of the last step, by the clock of the host
 
@@ -129,6 +134,7 @@ class RankTotals:
             if waits is not None:
                 self.wait, self.measured = self.wait + waits[rank], self.measured + end - begin
                 self.measured_steps += 1
+                self.squares += (end - begin - waits[rank]) ** 2
                 self.measured_tokens += TOKENS * trouble.tokens.get(rank, 1.0)
                 self.collected += late.get(rank, 0.0) if trouble.collecting else 0.0
 
@@ -139,6 +145,8 @@ class SynchronousJob:
     def __init__(self, name: str, seed: str, trouble: Trouble, seconds: float) -> None:
         self.name, self.trouble, self.seconds = name, trouble, seconds
         self._rng = rng = random.Random(seed)
+        # Of its own, so that each step has the same noise in a job without the trouble.
+        self._schedule = random.Random(f"{seed} schedule")
         self.step_seconds = rng.uniform(0.8, 4.0)
         self.has_cards = bool(trouble.cards or trouble.links or trouble.uncounted) or rng.random() < 0.8
         self._phases = [rng.uniform(0, PUSH) for _ in range(RANKS)]
@@ -150,18 +158,19 @@ class SynchronousJob:
         self._noisy = {what: rng.randrange(RANKS) if rng.random() < 0.3 else None for what in ("xid", "flap")}
         self._failed = [[rng.random() < 0.005 for _ in self.scrapes] for _ in range(HOSTS)]
         self._cards: dict[int, SeriesValues] = {}
+        self._infos = [self._info(rank) for rank in range(RANKS)]
         self.segments = list(self._run())
 
     def _run(self) -> Iterator[Segment]:
         """Yield the segments of the run in order. A hang is a last step with an infinite end."""
-        rng, trouble = self._rng, self.trouble
+        rng, trouble, schedule = self._rng, self.trouble, self._schedule
         jitter, network = rng.uniform(0.01, 0.04), rng.uniform(0.05, 0.2)
         every = 1
         while every * self.step_seconds < 0.5:
             every *= 2
         t, step, mean, disturbed = rng.uniform(5, 25), 0, 0.0, True
         yield Segment(0.0, t, "startup")
-        checkpoint, evaluation = t + rng.uniform(40, 180), t + rng.uniform(100, 600)
+        checkpoint, evaluation = t + schedule.uniform(40, 180), t + schedule.uniform(100, 600)
         declared = False
         while t < self.seconds:
             if t >= trouble.at and trouble.declared and not declared:
@@ -172,13 +181,13 @@ class SynchronousJob:
                 yield Segment(t, inf, "step")
                 return
             if t >= min(checkpoint, evaluation):
-                took, saves = rng.uniform(3, 20), checkpoint <= evaluation
+                took, saves = schedule.uniform(3, 20), checkpoint <= evaluation
                 yield Segment(t, t + took, "checkpoint_save" if saves else "evaluation")
                 t, disturbed = t + took, True
                 if saves:
-                    checkpoint = t + rng.uniform(120, 300)
+                    checkpoint = t + schedule.uniform(120, 300)
                 else:
-                    evaluation = t + rng.uniform(200, 900)
+                    evaluation = t + schedule.uniform(200, 900)
             busy, late = self._busy(step, t, jitter)
             took = network * self.step_seconds * rng.lognormvariate(0, 0.15)
             took *= trouble.network if t >= trouble.at else 1.0
@@ -188,8 +197,8 @@ class SynchronousJob:
             # The hook does not measure a step next to a checkpoint, nor one that took more than twice the mean.
             measured = step % every == 0 and not disturbed and step > 2 and duration <= 2 * mean
             mean += (duration - mean) / min(step + 1, 100)
-            waits = tuple((duration - seconds) * rng.uniform(0.97, 1.0) for seconds in busy) if measured else None
-            yield Segment(t, t + duration, "step", late, waits)
+            waits = tuple((duration - seconds) * rng.uniform(0.97, 1.0) for seconds in busy)
+            yield Segment(t, t + duration, "step", late, waits if measured else None)
             t, step, disturbed = t + duration, step + 1, False
 
     def _busy(self, step: int, t: float, jitter: float) -> tuple[list[float], dict[int, float]]:
@@ -309,6 +318,27 @@ class SynchronousJob:
         self, rank: int, t: float, now: float, totals: RankTotals, segment: Segment
     ) -> Iterator[RankSample]:
         """Yield the samples of a rank at scrape time `t`. Its newest push, at `now`, is in this segment."""
+        yield from self.state_samples(rank, now, totals, segment)
+        trouble = self.trouble
+        own = (("run", self.name), ("rank", str(rank)))
+        age = now - segment.begin
+        yield m.TRAINING_TOKENS_TOTAL, "", own, totals.steps * TOKENS * trouble.tokens.get(rank, 1.0)
+        if segment.end == inf and age > max(AFTER, AFTER_STEPS * self.step_seconds) + MIN_COVERED:
+            line = 88 if rank in trouble.elsewhere else 120 + rank // (RANKS // len(trouble.stages))
+            yield m.TRAINING_STUCK_FRAME_INFO, "", (*own, ("at", f"train.py:{line} in train")), 1.0
+        for state in BLOCKED.values():
+            since = trouble.at if rank in trouble.behind and state == trouble.blocked else inf
+            yield m.HOST_PROCESS_BLOCKED_SECONDS, "", (*own, ("state", state)), max(0.0, t - since)
+        if totals.last is not None:
+            yield m.TRAINING_LAST_STEP_TIMESTAMP_SECONDS, "", own, totals.last
+        if rank not in trouble.unmeasured:
+            yield m.TRAINING_COLLECTIVE_WAIT_SECONDS_TOTAL, "", own, totals.wait
+            yield m.TRAINING_MEASURED_STEP_SECONDS_TOTAL, "", own, totals.measured
+            yield m.TRAINING_MEASURED_STEPS_TOTAL, "", own, float(totals.measured_steps)
+            yield m.TRAINING_PHASE_SECONDS_TOTAL, "", (*own, ("phase", "garbage_collection")), totals.collected
+
+    def state_samples(self, rank: int, now: float, totals: RankTotals, segment: Segment) -> Iterator[RankSample]:
+        """Yield the samples of a rank that show what it does, as of its push at `now` in this segment."""
         trouble = self.trouble
         own = (("run", self.name), ("rank", str(rank)))
         begin, end, activity, late, _ = segment
@@ -322,26 +352,12 @@ class SynchronousJob:
             started += (
                 self._in_flight + (rank not in trouble.behind) if end == inf else int(COLLECTIVES * age / (end - begin))
             )
-        yield m.TRAINING_RANK_INFO, "", self._info(rank), 1.0
+        yield m.TRAINING_RANK_INFO, "", self._infos[rank], 1.0
         for name, so_far in totals.seconds.items():
             yield m.TRAINING_ACTIVITY_SECONDS_TOTAL, "", (*own, ("activity", name)), so_far + opened.get(name, 0.0)
         yield m.TRAINING_STEPS_TOTAL, "", own, float(totals.steps)
-        yield m.TRAINING_TOKENS_TOTAL, "", own, totals.steps * TOKENS * trouble.tokens.get(rank, 1.0)
         if not trouble.uncounted:
             yield m.TRAINING_COLLECTIVE_SEQUENCE_NUMBER, "", own, float(started)
-        if end == inf and age > max(AFTER, AFTER_STEPS * self.step_seconds) + MIN_COVERED:
-            line = 88 if rank in trouble.elsewhere else 120 + rank // (RANKS // len(trouble.stages))
-            yield m.TRAINING_STUCK_FRAME_INFO, "", (*own, ("at", f"train.py:{line} in train")), 1.0
-        for state in BLOCKED.values():
-            since = trouble.at if rank in trouble.behind and state == trouble.blocked else inf
-            yield m.HOST_PROCESS_BLOCKED_SECONDS, "", (*own, ("state", state)), max(0.0, t - since)
-        if totals.last is not None:
-            yield m.TRAINING_LAST_STEP_TIMESTAMP_SECONDS, "", own, totals.last
-        if rank not in trouble.unmeasured:
-            yield m.TRAINING_COLLECTIVE_WAIT_SECONDS_TOTAL, "", own, totals.wait
-            yield m.TRAINING_MEASURED_STEP_SECONDS_TOTAL, "", own, totals.measured
-            yield m.TRAINING_MEASURED_STEPS_TOTAL, "", own, float(totals.measured_steps)
-            yield m.TRAINING_PHASE_SECONDS_TOTAL, "", (*own, ("phase", "garbage_collection")), totals.collected
 
     def _run_samples(self, totals: RankTotals) -> Iterator[RankSample]:
         """Yield the samples that describe the whole run, which only rank 0 has."""
@@ -393,7 +409,7 @@ class SynchronousJob:
                 (*gpu, ("host", self.host(host)), ("model", "NVIDIA H100 80GB HBM3"), ("source", "simulated")),
             )
             put(m.GPU_PRESENT, 0.0 if lost else 1.0)
-            busy = 0.0 if idle or rng.random() < 0.005 else rng.uniform(0.9, 1.0)
+            busy = 0.0 if idle else utilization(rng)
             put(m.GPU_UTILIZATION_RATIO, None if lost else busy)
             watts = IDLE_WATTS if idle else WAITING_WATTS if waits else WATTS * (shown.power_limit if sick else 1.0)
             put(m.GPU_POWER_WATTS, None if lost else round(watts * rng.uniform(0.95, 1.0), 1))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import uuid
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 _NAMES = uuid.UUID("6b4f4a1e-4d3d-5a52-9d0b-3a5b6d1f7c20")  # namespace of uuid5, so that a GPU always has the same UUID
@@ -47,6 +48,7 @@ class Topology:
         return f"node-{node:04d}"
 
     @staticmethod
+    @cache
     def gpu(node: int, index: int) -> str:
         """Return the UUID of a GPU, always the same for a node and an index."""
         return f"GPU-{uuid.uuid5(_NAMES, f'{node}/{index}')}"

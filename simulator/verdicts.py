@@ -107,11 +107,11 @@ class Verdicts:
 
 
 def evaluate(
-    scenario: str, seeds: int, first: int, rules: Path, promtool: str, kinds: Sequence[str] | None = None
+    scenario: str, seeds: int, first: int, rules: Sequence[Path], promtool: str, kinds: Sequence[str] | None = None
 ) -> Verdicts:
     """Simulate `seeds` jobs of each kind, with seeds from `first` on, and score the rules on them.
 
-    Raises SettingsError if `rules` is not a rule file, or if promtool is missing or fails.
+    Raises SettingsError if one of `rules` is not a rule file, or if promtool is missing or fails.
     """
     rows: dict[str, KindScore] = {}
     chosen = [kind for kind in SCENARIOS[scenario] if kinds is None or kind.name in kinds]
@@ -130,11 +130,11 @@ def evaluate(
         outcomes = _evaluate(scenario, jobs, shipped, str(Path(program).absolute()))
         for name, (kind, truth, at) in truths.items():
             row = rows.setdefault(kind.name, KindScore(kind))
-            _score(row, truth, outcomes.get(name, AlertOutcome()), at)
+            score(row, truth, outcomes.get(name, AlertOutcome()), at)
     return Verdicts(scenario, tuple(rows.values()))
 
 
-def _score(row: KindScore, truth: ExpectedVerdict, outcome: AlertOutcome, at: float) -> None:
+def score(row: KindScore, truth: ExpectedVerdict, outcome: AlertOutcome, at: float) -> None:
     """Count the outcome of a job in the score of its kind. Its trouble began at `at` seconds."""
     right_ranks = truth.ranks
     if truth.late is not None:
@@ -161,16 +161,18 @@ def _score(row: KindScore, truth: ExpectedVerdict, outcome: AlertOutcome, at: fl
         row.abstained += 1
 
 
-def _needed(rules: Path, scenario: str) -> list[dict[str, Any]]:
+def _needed(rules: Sequence[Path], scenario: str) -> list[dict[str, Any]]:
     """Return the rule groups, reduced to the scenario's alert, the rules for ranks and hosts, and their inputs."""
     try:
         import yaml
     except ImportError as error:
         raise SettingsError("reading the rules needs PyYAML: pip install 'flopwatch[exporter]'") from error
-    try:
-        groups = yaml.safe_load(rules.read_text(encoding="utf-8"))["groups"]
-    except (OSError, yaml.YAMLError, TypeError, KeyError) as error:
-        raise SettingsError(f"--rules {rules}: {getattr(error, 'strerror', None) or 'not a rule file'}") from error
+    groups: list[dict[str, Any]] = []
+    for path in rules:
+        try:
+            groups += yaml.safe_load(path.read_text(encoding="utf-8"))["groups"]
+        except (OSError, yaml.YAMLError, TypeError, KeyError) as error:
+            raise SettingsError(f"--rules {path}: {getattr(error, 'strerror', None) or 'not a rule file'}") from error
     every = [rule for group in groups for rule in group["rules"]]
     wanted: set[str] = set()
     alert = ALERT[scenario]

@@ -1,8 +1,9 @@
 """Check flopwatch on this machine's NVIDIA GPUs: one line per check with PASS, FAIL or INFO, within ten minutes.
 
 Each section runs in its own process, so an error, a crash or a hang costs its own lines only. A folder gets report.json
-with the lines and all raw answers, and a capture with masked identities that the simulated driver replays. Exit status:
-0 without a FAIL, 1 with one, 2 if there is no GPU.
+with the lines and all raw answers, and a capture with masked identities that the simulated driver replays. Section
+`nccl` writes raw answers and logs to its folder `nccl`. They have host names, addresses and pids. CARD_NCCL names a
+folder with a newer NCCL (bench/card/nccl.py). Exit status: 0 without a FAIL, 1 with one, 2 if there is no GPU.
 """
 
 from __future__ import annotations
@@ -109,6 +110,7 @@ def inside(options: argparse.Namespace) -> None:
             file.flush()
 
         report = Report(section.name, options.label, lambda line: write("line", line.as_dict()))
+        report.folder, report.end = options.out, time.monotonic() + options.limit
         recorded: Any = {}
         if section.needs_torch:
             run(resolve_name(section.function), report, options.device, options.share)
@@ -127,14 +129,13 @@ def outside(section: Section, gpu: Gpu, label: str, scale: float, left: float, o
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "result"
         command = [sys.executable, "-m", "bench.card", "--section", section.name, "--result", str(file)]
-        share = min(section.seconds * scale, left / 2)
-        command += ["--gpu", str(gpu.index), "--label", label, "--share", str(share)]
-        command += ["--device", options.device]
+        share, limit = min(section.seconds * scale, left / 2), min(section.limit, left)
+        command += ["--gpu", str(gpu.index), "--label", label, "--share", str(share), "--limit", str(limit)]
+        command += ["--device", options.device, "--out", str(options.out)]
         command += ["--simulated", str(options.simulated)] if options.simulated is not None else []
         environ = dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path)))
         if section.needs_torch and options.device == "cuda":
             environ["CUDA_VISIBLE_DEVICES"] = gpu.uuid
-        limit = min(section.limit, left)
         with (Path(folder) / "errors").open("w+") as errors:
             process = subprocess.Popen(
                 command, stdout=subprocess.DEVNULL, stderr=errors, cwd=ROOT, env=environ, start_new_session=True
@@ -158,12 +159,14 @@ def _wait(process: subprocess.Popen[bytes], limit: float) -> bool:
     """Wait for a process and end its session. Return whether it ended by itself. A hung driver call is abandoned."""
     try:
         process.wait(limit)
+        return True
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
+        return False
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(LEAST)
-        return False
-    return True
 
 
 def read(file: Path) -> tuple[list[Line], dict[str, Any], Any]:
@@ -210,7 +213,7 @@ def save(folder: Path, result: Result) -> None:
     from flopwatch.node.capture import Capture
 
     facts = result.facts.pop("capture", {})
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)  # a section may have written raw answers there
     (folder / "report.json").write_text(json.dumps(result.as_dict(), indent=1, default=str) + "\n")
     if facts.get("files"):
         taken = Capture(facts["files"], facts["links"], facts["missing"])
@@ -231,8 +234,8 @@ def parser() -> argparse.ArgumentParser:
     add("--out", type=Path, metavar="DIR", help="new folder for report and capture (default card-reports/TIME)")
     add("--simulated", type=Path, metavar="DIR", help="folder of a simulated node, in place of the driver")
     add("--device", default="cuda", choices=("cuda", "cpu"), help="where the sections that train do so (default cuda)")
-    for flag, kind in (("--section", str), ("--label", str), ("--share", float), ("--result", Path)):
-        add(flag, type=kind, help=argparse.SUPPRESS)
+    for flag, kind in {"section": str, "label": str, "share": float, "limit": float, "result": Path}.items():
+        add(f"--{flag}", type=kind, help=argparse.SUPPRESS)
     return result
 
 
@@ -255,7 +258,8 @@ def main() -> int:
     if options.gpu not in [gpu.index for gpu in gpus]:
         arguments.error(f"--gpu {options.gpu}: the GPUs are {', '.join(str(gpu.index) for gpu in gpus)}")
     result = Result(quiet=options.json)
-    folder = options.out or ROOT / "card-reports" / datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S")
+    now = datetime.now(timezone.utc)
+    folder = options.out = (options.out or ROOT / "card-reports" / now.strftime("%Y%m%d-%H%M%S")).absolute()
     if folder.exists():
         arguments.error(f"--out {folder}: exists; give a new folder")
     try:

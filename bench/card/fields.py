@@ -80,7 +80,7 @@ def ask(machine: Machine, gpu: Gpu, keys: list[Key]) -> dict[Key, Answer]:
 
 def parsed(value: Any) -> Answer:
     """Return an nvmlFieldValue_t as an Answer."""
-    number = fields.number(value) if value.nvmlReturn == 0 else None
+    number = fields.number(fields.ENTRY.unpack(value)) if value.nvmlReturn == 0 else None
     return Answer(value.nvmlReturn, value.valueType, value.value.ullVal, value.timestamp, value.latencyUsec, number)
 
 

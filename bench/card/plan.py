@@ -51,5 +51,6 @@ SECTIONS: tuple[Section, ...] = (
     Section("overhead", "bench.card.device:overhead", TORCH, 60, 150),
     Section("ncu", "bench.card.activity:ncu", ONE, 0, 80),
     Section("gaps", "bench.card.activity:gaps", ONE, 60, 90),
+    Section("nccl", "bench.card.nccl:section", TORCH, 0, 480),
 )
 BY_NAME = {section.name: section for section in SECTIONS}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from flopwatch.node.collectors.nvml.card import LACKING
@@ -37,13 +39,18 @@ class Line:
 
 @dataclass
 class Report:
-    """Lines of a section and the facts behind them. Each line is also given to `written`."""
+    """Lines of a section and the facts behind them. Each line is also given to `written`.
+
+    A section writes raw answers into `folder`, and is ended at the time `end` of the monotonic clock.
+    """
 
     section: str
     gpu: str = ""
     written: Callable[[Line], object] = lambda line: None
     lines: list[Line] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
+    folder: Path = Path()
+    end: float = math.inf
 
     def check(self, name: str, ok: bool | None, measured: object, expected: object = "") -> None:
         """Add a line: PASS if `ok`, FAIL if not, INFO if that is unknown (None)."""
