@@ -22,7 +22,7 @@ from flopwatch import catalogue as c
 from tests.support import TESTS
 from tests.support.machine import until
 
-pytestmark = [pytest.mark.long, pytest.mark.alone, pytest.mark.e2e, pytest.mark.torch, pytest.mark.timeout(1000)]
+pytestmark = [pytest.mark.long, pytest.mark.paired, pytest.mark.e2e, pytest.mark.torch, pytest.mark.timeout(1000)]
 
 SCRIPT = TESTS / "scripts" / "hangs.py"
 PACE = 15.0

@@ -13,7 +13,7 @@ from demo.stack import DemoStack
 from tests.support.exporter_process import flopwatch_command
 from tests.support.machine import PATIENCE
 
-pytestmark = [pytest.mark.long, pytest.mark.alone, pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.paired, pytest.mark.e2e, pytest.mark.timeout(600)]
 
 PACE = 30.0
 SETTINGS = AlertSettings()

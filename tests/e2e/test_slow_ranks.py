@@ -16,7 +16,7 @@ import pytest
 from alerts import recording
 from demo.stack import DemoStack
 
-pytestmark = [pytest.mark.long, pytest.mark.alone, pytest.mark.e2e, pytest.mark.torch, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.long, pytest.mark.paired, pytest.mark.e2e, pytest.mark.torch, pytest.mark.timeout(1500)]
 
 SEEDS = int(os.environ.get("FLOPWATCH_SEEDS", "0"))
 PACE = 15.0

@@ -4,4 +4,4 @@
 seeds in `corpus/`; what it finds beyond them is kept in .cache/fuzz. tests/unit/test_fuzz.py runs the seeds alone.
 """
 
-TARGETS = ("kmsg", "sysfs", "podresources", "otlp", "webconfig")
+TARGETS = ("kmsg", "sysfs", "podresources", "otlp", "webconfig", "inspector")

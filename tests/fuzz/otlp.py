@@ -5,11 +5,10 @@ The first byte chooses what the request's headers would say: bit 0 JSON instead 
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse
 
-from flopwatch.node.scrape.exposition import Exposition
-from flopwatch.node.scrape.scrape import well_formed
+from flopwatch.http.exposition import Exposition
+from flopwatch.node.scrape.scrape import Registry, well_formed
 from flopwatch.node.telemetry import otlp
 from flopwatch.node.telemetry.admission import MAX_RANKS
 from flopwatch.node.telemetry.ranks import Telemetry
@@ -22,7 +21,7 @@ def target(data: bytes) -> None:
     """Take a request as the intake does, serve it, and owe the ledger its records."""
     headers, body = data[:1] or b"\0", data[1:]
     media = otlp.JSON if headers[0] & 1 else otlp.PROTOBUF
-    telemetry = Telemetry(ExporterSettings(host="node-7"), CollectorRegistry(), lambda: GPUS)
+    telemetry = Telemetry(ExporterSettings(host="node-7"), Registry(), lambda: GPUS)
     try:
         telemetry.receive(otlp.decode(otlp.inflate(body) if headers[0] & 2 else body, media))
     except otlp.Refused:

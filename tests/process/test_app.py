@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import gzip
 import http.client
 import json
 import select
 import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -21,7 +23,10 @@ from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
 )
 
 from flopwatch import catalogue as m
+from flopwatch.http import server as http_server
+from flopwatch.http.guard import LOOPBACK_NAMES
 from flopwatch.http.server import listener
+from flopwatch.node.app import small_pushes
 from flopwatch.node.scrape.scrape import PAGE_SECONDS
 from flopwatch.node.telemetry.otlp import JSON, MAX_BYTES, PROTOBUF
 from flopwatch.settings import Address
@@ -260,6 +265,157 @@ def test_a_body_that_never_arrives_leaves_the_intake_in_order(node: Node) -> Non
                 b"Content-Length: 1000\r\n\r\nabc"
             )
     assert node.post(BODY)[0] == 200
+
+
+def answers(port: int, *pieces: bytes, pause: float = 0.05) -> bytes:
+    """Return the response to a request that is sent in these pieces, up to its end or the end of the connection."""
+    with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as client:
+        for piece in pieces:
+            client.sendall(piece)
+            time.sleep(pause)
+        received = b""
+        while b"\r\n\r\n" not in received and (read := client.recv(65536)):
+            received += read
+        return received.lower()
+
+
+HEAD = b"POST /v1/metrics HTTP/1.1\r\nHost: x\r\nContent-Type: %b\r\nContent-Length: %d\r\n" % (
+    PROTOBUF.encode(),
+    len(BODY),
+)
+
+
+@pytest.mark.parametrize(
+    "pieces", [(HEAD + b"\r\n" + BODY,), (HEAD + b"\r\n", BODY), (HEAD + b"\r\n" + BODY[:9], BODY[9:])]
+)
+def test_a_small_push_is_answered_at_once_and_keeps_its_connection(pieces: tuple[bytes, ...], node: Node) -> None:
+    answer = answers(node.otlp, *pieces)
+    assert answer.startswith(b"http/1.1 200 ok\r\ndate: ")
+    assert answer.endswith(b"\r\ncontent-type: application/x-protobuf\r\ncontent-length: 0\r\n\r\n")
+
+
+def test_a_kept_connection_takes_any_number_of_pushes_and_closes_when_it_is_asked_to(node: Node) -> None:
+    other = HEAD.replace(b"Host: x", b"Host: yy") + b"\r\n" + BODY
+    last = HEAD + b"Connection: close\r\n\r\n" + BODY
+    traced = HEAD + b"Traceparent: 00-1-2-01\r\n\r\n" + BODY  # left to the HTTP library
+    before = sum(node.telemetry._pushes.values.values())
+    with socket.create_connection(("127.0.0.1", node.otlp), timeout=PATIENCE) as client:
+        for request in (HEAD + b"\r\n" + BODY, HEAD + b"\r\n" + BODY, other, traced, last):
+            client.sendall(request[:-7])
+            time.sleep(0.01)
+            client.sendall(request[-7:])
+            answer = client.recv(65536).lower()
+            assert answer.startswith(b"http/1.1 200 ok\r\n")
+            assert (b"connection: close" in answer) == (request is last)
+        assert client.recv(1) == b""
+    assert sum(node.telemetry._pushes.values.values()) == before + 5
+
+
+def test_a_kept_connection_that_is_idle_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flopwatch.http.server.KEEP_ALIVE", 0.5)
+    with running(max_connections=9) as node, socket.create_connection(("127.0.0.1", node.otlp), PATIENCE) as client:
+        for _ in range(3):
+            client.sendall(HEAD + b"\r\n" + BODY)
+            assert client.recv(65536).startswith(b"HTTP/1.1 200 OK\r\n")
+            time.sleep(0.3)
+        assert client.recv(1) == b""
+
+
+def test_a_connection_that_its_client_resets_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    def left() -> int:
+        gc.collect()
+        return sum(type(one) is http_server._Protocol for one in gc.get_objects())
+
+    monkeypatch.setattr("flopwatch.http.server.KEEP_ALIVE", 10 * PATIENCE)
+    with running(max_connections=9) as node:
+        before = left()
+        for _ in range(20):
+            with socket.create_connection(("127.0.0.1", node.otlp), timeout=PATIENCE) as client:
+                client.sendall(HEAD + b"\r\n" + BODY)
+                assert client.recv(65536)
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        until(lambda: left() <= before + 1, 5.0)
+
+
+CHUNKED = b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY)
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "status"),
+    [
+        (HEAD + b"Traceparent: 00-1-2-01\r\n\r\n" + BODY, b"200"),
+        (HEAD + b"Accept: */*\r\nAccept: */*\r\n\r\n" + BODY, b"200"),
+        (HEAD.replace(b"Content-Length: %d" % len(BODY), b"Transfer-Encoding: chunked") + b"\r\n" + CHUNKED, b"200"),
+        (HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + CHUNKED, b"200"),
+        (HEAD + b"\r\n" + BODY + HEAD + b"\r\n" + BODY, b"200"),
+        (HEAD.replace(b"Host: x\r\n", b"") + b"\r\n" + BODY, b"400"),
+        (HEAD.replace(b"x\r\n", b"x\n") + b"\r\n" + BODY, b"200"),
+        (HEAD + b"Bad name: 1\r\n\r\n" + BODY, b"400"),
+    ],
+)
+def test_any_other_request_is_left_to_the_http_library(request_bytes: bytes, status: bytes, node: Node) -> None:
+    answer = answers(node.otlp, request_bytes)
+    assert answer.split()[1] == status
+    assert (b"connection: close" in answer) == (status == b"400")
+
+
+def test_a_body_that_arrives_slowly_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flopwatch.http.server.HEADERS_TIMEOUT", 0.5)
+    with running() as node, socket.create_connection(("127.0.0.1", node.otlp), timeout=PATIENCE) as slow:
+        began = time.monotonic()
+        slow.sendall(HEAD + b"\r\n" + BODY[:5])
+        time.sleep(0.3)
+        slow.sendall(BODY[5:6])
+        with suppress(ConnectionResetError):
+            assert slow.recv(1) == b""
+        assert 0.4 < time.monotonic() - began < 5
+        assert node.post(BODY)[0] == 200
+
+
+@pytest.mark.parametrize("length", [1 << 16, 99_999, 100_000, 1 << 20])
+def test_a_long_body_is_left_to_the_application(length: int, node: Node) -> None:
+    head = HEAD.replace(b"Content-Length: %d" % len(BODY), b"Content-Length: %d" % length)
+    answer = answers(node.otlp, head + b"\r\n" + b"\xff" * length)
+    assert answer.split()[1] == b"400"
+    assert b"connection: close" not in answer
+
+
+@pytest.mark.parametrize(
+    ("length", "body", "status"), [(b"1048577", b"\xff" * ((1 << 20) + 1), b"413"), (b"9" * 30, b"", b"400")]
+)
+def test_a_body_that_is_declared_too_long_is_refused(length: bytes, body: bytes, status: bytes, node: Node) -> None:
+    head = HEAD.replace(b"Content-Length: %d" % len(BODY), b"Content-Length: " + length)
+    assert answers(node.otlp, head + b"\r\n", body).split()[1] == status
+
+
+@pytest.mark.parametrize(("size", "status"), [(60_000, b"200"), (1 << 20, b"400")])
+def test_a_head_of_a_mebibyte_is_refused(size: int, status: bytes, node: Node) -> None:
+    assert answers(node.otlp, HEAD + b"X-Long: " + b"y" * size + b"\r\n\r\n" + BODY).split()[1] == status
+
+
+def test_an_error_in_the_short_way_leaves_the_push_to_the_application() -> None:
+    failures = [RuntimeError("once")]
+
+    def fail_once() -> None:
+        if failures:
+            raise failures.pop()
+
+    with running() as node:
+        node.telemetry._gpus = fail_once
+        assert node.post(BODY)[0] == 200
+        assert failures == []
+        failures += [RuntimeError("twice")] * 2
+        assert node.post(BODY)[0] == 500
+
+
+@pytest.mark.parametrize(("name", "value"), [("origin", "http://evil.example"), ("host", "evil.example")])
+def test_a_push_of_another_sites_page_is_left_to_the_guard(name: str, value: str, node: Node) -> None:
+    headers = {"host": "localhost:4318", "content-type": PROTOBUF, "content-length": str(len(BODY))}
+    responder = small_pushes(node.telemetry, None, LOOPBACK_NAMES)
+    answer = responder("POST", "/v1/metrics", headers)
+    assert answer is not None
+    assert answer(BODY) == (PROTOBUF, b"")
+    assert responder("POST", "/v1/metrics", {**headers, name: value}) is None
 
 
 def test_a_push_needs_the_token_if_there_is_one_and_the_token_can_be_rotated(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ import pytest
 import yaml
 
 import flopwatch
-from alerts import AlertSettings, alertmanager_yaml, rules, rules_yaml
+from alerts import TIERS, AlertSettings, alertmanager_yaml, rules, rules_yaml
 from dashboards.__main__ import BOARDS
 from flopwatch.__main__ import _parser
 from flopwatch.http import web_config
@@ -118,9 +118,11 @@ def test_every_object_has_the_recommended_labels(variant: str) -> None:
         ({"exporter": {"podResources": True}}, "at '/exporter/podResources': got boolean, want string"),
         ({"exporter": {"jobMapping": "jobs"}}, "at '/exporter/jobMapping': 'jobs' does not match pattern"),
         ({"exporter": {"topology": "slurm"}}, "at '/exporter/topology': 'slurm' does not match pattern"),
+        ({"exporter": {"inspector": "otlp"}}, "at '/exporter/inspector': 'otlp' does not match pattern"),
         ({"exporter": {"dcgm": "localhost"}}, "at '/exporter/dcgm': 'localhost' does not match pattern"),
         ({"exporter": {"dcgmFields": "sm"}}, "at '/exporter/dcgmFields': 'sm' does not match pattern"),
         ({"exporter": {"expose": "dcgm-5"}}, "at '/exporter/expose': value must be one of '', 'dcgm'"),
+        ({"exporter": {"series": "all"}}, "at '/exporter/series': value must be one of 'core', 'full'"),
         ({"exporter": {"simulate": "b200x8"}}, "at '/exporter/simulate': value must be one of '', 'h100x8'"),
         ({"exporter": {"ports": 9450}}, "at '/exporter': additional properties 'ports' not allowed"),
         ({"exporter": {"resources": {"limit": {}}}}, "additional properties 'limit' not allowed"),
@@ -301,7 +303,10 @@ HOST_PATHS = {
     "simulated": set[str](),
     "unprivileged": {"/var/lib/flopwatch", "/sys"},
     "hardened": {"/var/lib/flopwatch", "/sys", "/dev/kmsg", "/var/lib/kubelet/pod-resources", "/dev/null"},
-    "slurm": {"/var/lib/flopwatch", "/sys", "/var/lib/k0s/kubelet/pod-resources", "/run/flopwatch-jobs", "/etc/slurm"},
+    "slurm": {
+        *("/var/lib/flopwatch", "/sys", "/var/lib/k0s/kubelet/pod-resources", "/run/flopwatch-jobs", "/etc/slurm"),
+        "/var/log/nccl-inspector",
+    },
 }
 NODE_PATHS = {"/var/lib/flopwatch", "/sys", "/dev/kmsg", "/var/lib/kubelet/pod-resources"}
 
@@ -368,6 +373,7 @@ def test_owners_and_place_are_read_where_they_are_mounted() -> None:
     for folder, path in (
         (KUBELET_SOCKET.parent, "/var/lib/k0s/kubelet/pod-resources"),
         (exporter.job_mapping, "/run/flopwatch-jobs"),
+        (exporter.inspector, "/var/log/nccl-inspector"),
         (Path(exporter.topology.removeprefix("slurm:")).parent, "/etc/slurm"),
     ):
         volume, read_only = mounted[str(folder)]
@@ -398,6 +404,12 @@ def test_the_exporter_alone_may_get_nodes_where_their_labels_give_the_place() ->
         "1001-1005,1009",
         "dcgm",
     )
+
+
+@pytest.mark.parametrize("level", ["core", "full"])
+def test_the_exporter_serves_the_level_of_the_values(level: str) -> None:
+    text = files_of({"exporter": {"series": level}})["exporter-daemonset.yaml"]
+    assert settings_of(yaml.safe_load(text)).series == level
 
 
 def test_a_simulated_node_takes_nothing_of_the_node_whatever_else_is_asked_for() -> None:
@@ -579,7 +591,7 @@ def test_the_prometheus_rule_is_the_generated_file_with_its_templates_untouched(
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        ("files/rules.yaml", rules_yaml(AlertSettings())),
+        *((f"files/rules/{tier}.yaml", rules_yaml(AlertSettings(), tier)) for tier in TIERS),
         ("files/alertmanager.yml", alertmanager_yaml(AlertSettings())),
         ("files/routing.yaml", routing()),
         ("README.md", readme()),

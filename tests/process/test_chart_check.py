@@ -75,7 +75,7 @@ def test_the_pods_arguments_name_what_the_install_made() -> None:
 def test_what_it_asks_for_is_there_to_be_asked() -> None:
     text = (CHART / "files" / "check.py").read_text(encoding="utf-8")
     assert set(re.findall(r"flopwatch_\w+", text)) <= flopwatch.catalogue.BY_NAME.keys()
-    assert check.WATCHDOG in (CHART / "files" / "rules.yaml").read_text(encoding="utf-8")
+    assert check.WATCHDOG in (CHART / "files" / "rules" / "fleet.yaml").read_text(encoding="utf-8")
 
 
 class Cluster:

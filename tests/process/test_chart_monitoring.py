@@ -458,9 +458,9 @@ def golden(variant: str) -> str:
         if "grafana_dashboard" in one["metadata"]["labels"]:
             continue
         if kind in ("PrometheusRule", "VMRule"):
-            one["spec"] = "files/rules.yaml"
+            one["spec"] = "files/rules/*.yaml"
         elif kind == "ConfigMap":
-            one["data"] = dict.fromkeys(one["data"], "files/rules.yaml")
+            one["data"] = dict.fromkeys(one["data"], "files/rules/*.yaml")
         elif kind == "Pod":
             one["spec"]["containers"][0]["args"][0] = "files/check.py"
         elif kind == "Secret":

@@ -18,10 +18,10 @@ from pathlib import Path
 import pytest
 
 from flopwatch import catalogue as m
+from flopwatch.http.exposition import Exposition
 from flopwatch.node.health import check
 from flopwatch.node.health.expectations import Expectations, learnt_file, load
 from flopwatch.node.health.verdict import Judgement, Reason
-from flopwatch.node.scrape.exposition import Exposition
 from flopwatch.settings import SettingsError
 from simulator.host import SimulatedNode
 from tests.support import ROOT

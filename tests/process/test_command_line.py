@@ -36,7 +36,7 @@ def test_the_catalogue_is_printed_as_the_documentation_has_it() -> None:
 
 
 # Modules that an installation without extras does not have.
-EXTRAS = "anyio bcrypt fastapi h11 h2 httpx jinja2 prometheus_client pydantic pynvml starlette uvicorn yaml"
+EXTRAS = "anyio bcrypt fastapi h11 h2 httpx jinja2 msgspec prometheus_client pydantic pynvml starlette uvicorn yaml"
 HOOK_ONLY = (
     f"import sys; sys.modules.update(dict.fromkeys({EXTRAS!r}.split())); sys.argv[0] = 'flopwatch'; "
     "from flopwatch.__main__ import main; sys.exit(main())"
@@ -54,6 +54,8 @@ HOOK_ONLY = (
         (["ledger", "show", "lm"], "ledger", 1),
         (["ledger", "close", "lm"], "ledger", 1),
         (["ledger", "export", "lm"], "ledger", 1),
+        (["ledger", "replay", str(ROOT / "tests" / "captures" / "histories" / "crash_and_move.jsonl")], "ledger", 1),
+        (["simulate", "--gpus", "16", "--days", "0.1"], "exporter", 1),
         (["check"], "exporter", 3),
         (["doctor"], "exporter", 1),
         (["capture", "/nonexistent/capture"], "exporter", 1),
@@ -92,8 +94,6 @@ def test_a_command_of_the_checkout_names_what_an_installed_package_lacks(
         ["peak", "--help"],
         ["flops", "--help"],
         ["maintenance", "list"],
-        ["ledger", "replay", str(ROOT / "tests" / "captures" / "histories" / "crash_and_move.jsonl")],
-        ["simulate", "--gpus", "16", "--days", "0.1"],
         ["stacks", "--help"],
         ["whatif", "--help"],
         ["run", "--help"],
@@ -117,6 +117,7 @@ def test_a_command_that_needs_no_extra_works_with_the_hook_alone(arguments: list
             "--sysfs /nowhere: not a folder. Give the one where sysfs is mounted",
         ),
         (["--ledger", "maybe"], 1, "write embedded, off, or the ledger's URL (http://host:port)"),
+        (["--series", "all"], 1, "--series 'all': write core or full (docs/metrics.md)"),
         (["--simulate", "b200x8"], 1, "the only simulated node is h100x8"),
         (["--listen", ":9450", "--otlp-listen", ":9450"], 1, "give them different ports"),
         (
@@ -391,7 +392,7 @@ def test_a_stopping_exporter_sends_its_last_records_to_the_ledger_with_the_token
                 )
                 assert node.end() == 0
             with urllib.request.urlopen(f"{url}/metrics", timeout=PATIENCE) as response:
-                completed = f'run_state{{run="{run}",state="completed",tenant=""}} 1.0\n' in response.read().decode()
+                completed = f'run_state{{tenant="",run="{run}",state="completed"}} 1.0\n' in response.read().decode()
             kept = list((state / "spool").glob("*"))
             if completed and not kept:
                 break  # the exporter does not wait for a ledger that takes longer than half a second

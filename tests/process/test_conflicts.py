@@ -10,10 +10,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 
+from flopwatch.node.server import _Exporter
 from tests.support.exporter_process import ENVIRONMENT, Exporter, Series, exporter
 from tests.support.machine import PATIENCE
 from tests.support.otlp_by_hand import training
@@ -125,6 +128,27 @@ def test_two_hooks_of_one_name_both_go_on_until_the_last_one_ends(tmp_path: Path
         assert sum(shown["buckets"].values()) == pytest.approx(shown["summary"]["wall_seconds"], rel=1e-3)
         assert other.attempt in shown["attempts"][-1]["attempt"]
         assert refused(node.series()) == {}
+
+
+def test_without_a_ledger_a_killed_rank_vanishes(tmp_path: Path) -> None:
+    with exporter(tmp_path / "state") as node:
+        job = Job(node, tmp_path / "stop")
+        try:
+            node.wait_until(lambda found: bool(served(found)))
+            job.end("killed")
+            node.wait_until(lambda found: not served(found))
+        finally:
+            job.process.kill()
+            job.process.wait()
+
+
+@pytest.mark.parametrize("failing", ["_telemetry", "_release"])
+def test_a_failing_check_of_ranks_or_driver_release_does_not_stop_the_other(failing: str) -> None:
+    checked = SimpleNamespace(_forward=None, _telemetry=Mock(), _release=Mock())
+    getattr(checked, failing).check.side_effect = OSError("disk full")
+    with pytest.raises(OSError, match="disk full"):
+        _Exporter.tick(cast("_Exporter", checked), 0.0)
+    assert (checked._telemetry.check.call_count, checked._release.check.call_count) == (1, 1)
 
 
 def test_a_forged_push_changes_nothing_of_a_real_job(tmp_path: Path) -> None:

@@ -10,7 +10,9 @@ import os
 import time
 import urllib.request
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from datetime import UTC, datetime, timedelta
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -160,19 +162,27 @@ class Chain:
         return [payload["attachments"][0]["color"] for payload in self.of("slack", f" {run}: ")]
 
 
-@pytest.fixture(params=SUITES, ids=lambda suite: suite or "default")
-def chain(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Chain]:
-    try:
-        found = Chain(tmp_path, request.param)
-    except ServersError as error:
-        if request.param is None:
-            raise
-        pytest.skip(f"this version cannot be had here: {error}")
+@contextmanager
+def started(folder: Path, suite: str | None) -> Iterator[Chain]:
+    """Run a chain until the block ends. Raises ServersError."""
+    found = Chain(folder, suite)
     try:
         yield found
     finally:
         found.alertmanager.stop()
         found.receiver.close()
+
+
+@pytest.fixture(params=SUITES, ids=lambda suite: suite or "default")
+def chain(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Chain]:
+    with ExitStack() as stack:
+        try:
+            found = stack.enter_context(started(tmp_path, request.param))
+        except ServersError as error:
+            if request.param is None:
+                raise
+            pytest.skip(f"this version cannot be had here: {error}")
+        yield found
 
 
 def run(name: str) -> dict[str, str]:
@@ -253,17 +263,40 @@ def test_a_crash_forgets_sent_notifications_and_is_still_one_incident(chain: Cha
     assert len({payload["dedup_key"] for payload in chain.of("pagerduty", " lm: ")}) == 1
 
 
-@pytest.mark.parametrize("refused", [False, True], ids=["answers 500", "refuses connections"])
-def test_what_a_receiver_that_fails_misses_comes_once_when_it_is_back(chain: Chain, refused: bool) -> None:
+def fail(chain: Chain, refused: bool) -> None:
+    """Let a receiver fail after its first page, and send what it misses: a second page and the end of the first."""
     chain.post(run("before"))
     until(lambda: chain.actions("before") == ["trigger"] and chain.colors("before") == ["danger"])
-    failing, port = chain.receiver, int(chain.receiver.url.rpartition(":")[2])
-    failing.broken = True
+    chain.receiver.broken = True
     if refused:
-        failing.close()
+        chain.receiver.close()
     chain.post(run("during"))
     chain.post(run("before"), ended=True)
-    time.sleep(OUTAGE)
+
+
+@pytest.fixture(scope="module")
+def failed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[str | None, bool], Chain]]:
+    """Give chains whose receivers fail and did so for OUTAGE, all at once, by suite and by whether they refuse."""
+    with ExitStack() as stack:
+        found = {}
+        for suite, refused in product(SUITES, (False, True)):
+            with nullcontext() if suite is None else suppress(ServersError):
+                found[suite, refused] = stack.enter_context(started(tmp_path_factory.mktemp("failed"), suite))
+        for (_, refused), one in found.items():
+            fail(one, refused)
+        time.sleep(OUTAGE)
+        yield found
+
+
+@pytest.mark.parametrize("suite", SUITES, ids=lambda suite: suite or "default")
+@pytest.mark.parametrize("refused", [False, True], ids=["answers 500", "refuses connections"])
+def test_what_a_receiver_that_fails_misses_comes_once_when_it_is_back(
+    failed: dict[tuple[str | None, bool], Chain], suite: str | None, refused: bool
+) -> None:
+    if (suite, refused) not in failed:
+        pytest.skip(f"the Alertmanager of {suite} cannot be had here")
+    chain = failed[suite, refused]
+    failing, port = chain.receiver, int(chain.receiver.url.rpartition(":")[2])
     assert (chain.actions("during"), chain.actions("before")) == ([], ["trigger"])
     failing.broken = False
     if refused:

@@ -77,6 +77,11 @@ SYSTEMD = Needs("root, and systemd as the first process")
 
 # By page: how the block's first line begins, and how the block is tested.
 BLOCKS: dict[str, dict[str, Ran | Elsewhere | Needs]] = {
+    "inspector.md": {
+        "export NCCL_PROFILER_PLUGIN": Needs("a job with NCCL"),
+        "install -d -m 1777": Needs("root"),
+        "flopwatch exporter": Elsewhere("tests/process/test_nccl_inspector.py"),
+    },
     "README.md": {
         "make demo": Elsewhere("tests/e2e/test_demo.py"),
         "flopwatch run": Elsewhere("tests/torch/test_run_command.py"),
@@ -92,7 +97,9 @@ BLOCKS: dict[str, dict[str, Ran | Elsewhere | Needs]] = {
     },
     "adding.md": {"make generate": Needs("the example of the page in the tree")},
     "alerts.md": {
-        "python -m alerts OUT": Ran("OUT/rules.yaml\nOUT/alertmanager.yml\n"),
+        "python -m alerts OUT": Ran(
+            "OUT/rules/host.yaml\nOUT/rules/run.yaml\nOUT/rules/fleet.yaml\nOUT/alertmanager.yml\n"
+        ),
         "flopwatch maintenance start": Elsewhere("tests/process/test_maintenance.py"),
     },
     "check.md": {
@@ -165,11 +172,13 @@ BLOCKS: dict[str, dict[str, Ran | Elsewhere | Needs]] = {
         "flopwatch simulate --scenario leaf_failure --metrics": Elsewhere("tests/rules/test_fleet.py"),
         "flopwatch simulate --scenario stragglers": Elsewhere("tests/rules/test_kinds.py"),
         "flopwatch simulate --scenario parallel": Elsewhere("tests/unit/simulator/test_parallel_judge.py"),
+        "flopwatch simulate --scenario verdicts": Elsewhere("tests/unit/simulator/test_confusion.py"),
         "python -m demo.rehearsal leaf_failure --pages 1\npython": Elsewhere("tests/rules/test_incidents.py"),
         "python -m demo.rehearsal leaf_failure --pages 1": Elsewhere("tests/rules/test_incidents.py"),
     },
     "stragglers.md": {
         "flopwatch whatif": Ran("slowdown 1\\.973(.|\n)*replica 0, stage 0 +1\\.979(.|\n)*1 mended +23\\.446 s"),
+        "flopwatch ledger show RUN": Elsewhere("tests/process/test_hang_stacks.py"),
         "flopwatch stacks 4711": Elsewhere("tests/torch/test_collectives.py"),
     },
     "tls.md": {

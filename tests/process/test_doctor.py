@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -21,7 +22,7 @@ from flopwatch import catalogue as m
 from flopwatch import commands
 from flopwatch.__main__ import main
 from flopwatch.commands.doctor import running
-from flopwatch.node.health import doctor
+from flopwatch.node.health import doctor, wait_sources
 from flopwatch.node.health.doctor import (
     CARD,
     DCGM,
@@ -82,6 +83,10 @@ def test_on_a_healthy_node_everything_is_read_and_owned(node: SimulatedNode) -> 
         ("xid", "ok", ""),
         ("identity", "ok", ""),
         ("dcgm", "off", "--dcgm reads a DCGM host engine"),
+        ("hook waits", "off", "--ledger is off"),
+        ("inspector", "off", "--ledger is off"),
+        ("flight recorder", "off", "--ledger is off"),
+        ("ras", "off", "--ledger is off"),
     ]
     assert [gpu.name for gpu in report.gpus] == [f"GPU {index}" for index in range(8)]
     gpu = report.gpus[3]
@@ -100,6 +105,79 @@ def test_on_a_healthy_node_everything_is_read_and_owned(node: SimulatedNode) -> 
     assert {path: path.stat().st_mtime_ns for path in node.root.parent.rglob("*")} == before
 
 
+@pytest.mark.parametrize(
+    ("state", "ras", "shown"),
+    [
+        ("", "localhost:28028", ("ok", "localhost:28028 is asked only about an overdue step")),
+        (
+            '{"outcome": "old", "detail": "NCCL 2.27.3"}',
+            "[::1]:28029",
+            (
+                "absent",
+                "[::1]:28029 is asked only about an overdue step, last without a usable answer: old (NCCL 2.27.3)",
+            ),
+        ),
+        ("", "off", ("off", "--ras is off")),
+    ],
+)
+def test_the_last_answer_of_nccls_ras_is_shown_and_ras_is_not_asked(
+    node: SimulatedNode, state: str, ras: str, shown: tuple[str, str]
+) -> None:
+    (node.root.parent / "nccl_ras.json").write_text(state or "{}")
+    report = examine(settings(node, ras=ras, ledger="embedded"), create)
+    assert (report.sources[-1].state, report.sources[-1].reason) == shown
+    assert (report.problems, report.losses) == ([], [])
+    word = {"ok": "ok, ", "absent": "not here: ", "off": "off: "}[shown[0]]
+    assert f"  ras          {word}{shown[1][:40]}" in page(report, 110)
+
+
+@pytest.mark.parametrize(
+    ("state", "version", "shown"),
+    [
+        ({}, "2.30.7", ("ok", "no rank has needed it so far")),
+        (
+            {"operations": {"joined": 12, "malformed": 0, "unjoined": 3}, "skipped": 900},
+            "2.30.7",
+            ("ok", "12 operations joined, 3 operations unjoined; 900 bytes skipped"),
+        ),
+        ({"problem": "x.log: Permission denied"}, "2.30.7", ("failed", "x.log: Permission denied")),
+        ({}, "2.28.9", ("failed", "NCCL 2.28.9 can crash the training process with NCCL Inspector")),
+    ],
+)
+def test_nccl_inspector_is_shown_with_its_gaps_and_bad_versions(
+    node: SimulatedNode, tmp_path: Path, state: dict[str, object], version: str, shown: tuple[str, str]
+) -> None:
+    if state:
+        (node.root.parent / "nccl_inspector.json").write_text(json.dumps({"t": time.time(), **state}))
+    process = tmp_path / "proc" / "77"
+    (process / "root" / "lib").mkdir(parents=True)
+    (process / "root" / "lib" / "libnccl.so.2").write_bytes(b"x" * 5000 + f"NCCL version {version}+cuda13.0".encode())
+    rows = ("/opt/libnccl-profiler-inspector.so", "/lib/libnccl.so.2")
+    (process / "maps").write_text("".join(f"7f00-7f01 r-xp 00000000 08:01 77 {path}\n" for path in rows))
+    found = wait_sources.lines(settings(node, inspector=str(tmp_path), ledger="embedded"), tmp_path / "proc")
+    assert found[0][:2] == ("hook waits", "ok")
+    assert found[1][:2] == ("inspector", shown[0])
+    assert found[1][2].startswith(shown[1])
+
+
+@pytest.mark.parametrize(
+    ("counts", "shown"),
+    [
+        ({}, ("ok", "(TORCH_FR_BUFFER_SIZE); no rank has reported it yet")),
+        ({"unknown": 8}, ("ok", "; unknown in 8 ranks")),
+        ({"on": 6, "off": 2, "": 1}, ("ok", "; on in 6 ranks; off in 2 ranks")),
+        ({"off": 8}, ("off", "; off in 8 ranks")),
+    ],
+)
+def test_the_flight_recorders_of_the_ranks_are_counted(
+    node: SimulatedNode, tmp_path: Path, counts: dict[str, int], shown: tuple[str, str]
+) -> None:
+    (node.root.parent / "evidence.json").write_text(json.dumps({"flight_recorders": counts}))
+    name, state, reason = wait_sources.lines(settings(node, ledger="embedded"), tmp_path)[2]
+    assert (name, state) == ("flight recorder", shown[0])
+    assert reason.endswith(shown[1])
+
+
 def test_a_released_driver_is_not_opened(node: SimulatedNode) -> None:
     (node.root.parent / "release").write_text("10m\n")
     report = examine(settings(node), create)
@@ -110,6 +188,10 @@ def test_a_released_driver_is_not_opened(node: SimulatedNode) -> None:
         ("xid", "off", why),
         ("identity", "absent", "the inventory has no GPU, and --topology is not set"),
         ("dcgm", "off", "--dcgm reads a DCGM host engine"),
+        ("hook waits", "off", "--ledger is off"),
+        ("inspector", "off", "--ledger is off"),
+        ("flight recorder", "off", "--ledger is off"),
+        ("ras", "off", "--ledger is off"),
     ]
     assert report.problems == []
     assert (node.root.parent / "release").read_text() == "10m\n"
@@ -328,7 +410,7 @@ def test_a_machine_that_cannot_start_processes_is_an_error_with_the_reason(
     assert len(report.problems) == 2
     assert report.problems[0].startswith("nvml: ")
     assert "Permission denied" in report.problems[0]
-    assert [source.state for source in report.sources] == ["failed"] * 4 + ["off"]
+    assert [source.state for source in report.sources] == ["failed"] * 4 + ["off"] * 5
 
 
 REPORT = Report(

@@ -15,18 +15,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry
 
 from flopwatch import catalogue as m
 from flopwatch.catalogue import Sample
 from flopwatch.ledger.store import Store
 from flopwatch.node.collectors import StateFile
+from flopwatch.node.scrape.scrape import Registry
 from flopwatch.node.telemetry import process_exit
 from flopwatch.node.telemetry.admission import AttemptKey, own_pid_namespace
+from flopwatch.node.telemetry.attempts import Record
 from flopwatch.node.telemetry.evidence import HOST_PIDS, MAX_HOST_ENTRIES, EventCount, EvidenceLog, RankEnd, of_ranks
 from flopwatch.node.telemetry.ledger_client import Embedded, Forward, Outcomes, Remote
 from flopwatch.node.telemetry.process_exit import ProcessWatch
-from flopwatch.node.telemetry.ranks import Record, Telemetry
+from flopwatch.node.telemetry.ranks import Telemetry
 from flopwatch.settings import ExporterSettings
 from tests.support.machine import until
 from tests.support.otlp_by_hand import START, request, training
@@ -169,7 +170,7 @@ class Node:
         self.evidence_log = EvidenceLog(lambda: self.now)
         self.telemetry = Telemetry(
             ExporterSettings(host="node-7"),
-            CollectorRegistry(),
+            Registry(),
             clock=lambda: self.now,
             now=lambda: self.now,
             evidence_log=self.evidence_log,
@@ -311,10 +312,11 @@ def forward_once(node: Node, ledger: Embedded | Remote) -> None:
     forward.stop()
 
 
-def test_a_last_word_on_disk_outlives_what_was_written_down_before_it_and_gains_its_evidence(tmp_path: Path) -> None:
-    def remote() -> Remote:
-        return Remote("http://127.0.0.1:1", None, tmp_path, Outcomes(CollectorRegistry()))
+def unreachable(spool: Path) -> Remote:
+    return Remote("http://127.0.0.1:1", None, spool, Outcomes(Registry()))
 
+
+def test_a_last_word_on_disk_outlives_what_was_written_down_before_it_and_gains_its_evidence(tmp_path: Path) -> None:
     def stored_record() -> Record:
         [file] = tmp_path.glob("*.json")
         [record] = json.loads(file.read_text())
@@ -322,13 +324,13 @@ def test_a_last_word_on_disk_outlives_what_was_written_down_before_it_and_gains_
 
     node = Node()
     before = after_power_cut(node, status="failed", ended_by="KeyError")
-    forward_once(node, remote())
+    forward_once(node, unreachable(tmp_path))
     exception = {"kind": "exception", "t": node.now, "count": 1, "rank": 0, "detail": "KeyError"}
     last_word = {"t": node.now, "status": "failed", "evidence": [exception]}
     assert stored_record() == last_word
 
     node = before
-    ledger = remote()
+    ledger = unreachable(tmp_path)
     for state, downed in ((1, 1), (4, 1), (1, 2)):
         node.evidence_log.observe(link(state, downed))
         forward_once(node, ledger)
@@ -352,7 +354,7 @@ def test_evidence_on_disk_is_bounded_and_the_newest_stays_and_the_last_word(tmp_
                 for code in range(first, first + 100)
             ]
         )
-        forward_once(one, Remote("http://127.0.0.1:1", None, tmp_path, Outcomes(CollectorRegistry())))
+        forward_once(one, Remote("http://127.0.0.1:1", None, tmp_path, Outcomes(Registry())))
     [[record]] = [json.loads(file.read_text()) for file in tmp_path.glob("*.json")]
     assert [(entry["kind"], entry["detail"]) for entry in record["evidence"]] == [
         *(("xid", str(code)) for code in range(1, MAX_HOST_ENTRIES + 1)),
@@ -366,7 +368,7 @@ def test_a_ledger_that_has_the_last_word_takes_only_evidence_from_what_was_writt
     node = Node()
     before = after_power_cut(node, status="completed")
     for one in (node, before):
-        ledger = Embedded(Store(tmp_path / "ledger.sqlite"), Outcomes(CollectorRegistry()), now=lambda: before.now)
+        ledger = Embedded(Store(tmp_path / "ledger.sqlite"), Outcomes(Registry()), now=lambda: before.now)
         one.evidence_log.observe(link(1, 1))
         forward_once(one, ledger)
         states = [
@@ -401,11 +403,11 @@ def test_the_state_folder_keeps_it_also_when_the_exporter_is_killed(
     node = Node(now)
     node.evidence_log.observe(link(4, 0))
     node.push()
-    forward = Forward(node.telemetry, None, tick=0.01, memory=StateFile(file))
+    forward = Forward(node.telemetry, unreachable(tmp_path / "spool"), tick=0.01, memory=StateFile(file))
     forward.start()
     until(file.exists)
     again = Node(now + 5)
-    other = Forward(again.telemetry, None, tick=3600, memory=StateFile(file))
+    other = Forward(again.telemetry, unreachable(tmp_path / "other"), tick=3600, memory=StateFile(file))
     other.start()
     again.evidence_log.observe(link(1, 1))
     assert newest_evidence(again.records()) == [("link_down", "mlx5_0:1")]
@@ -419,7 +421,9 @@ def test_the_state_folder_keeps_it_also_when_the_exporter_is_killed(
 def test_a_file_that_is_not_understood_is_left_out(tmp_path: Path, text: str) -> None:
     (tmp_path / "evidence.json").write_text(text)
     node = Node()
-    forward = Forward(node.telemetry, None, tick=3600, memory=StateFile(tmp_path / "evidence.json"))
+    forward = Forward(
+        node.telemetry, unreachable(tmp_path / "spool"), tick=3600, memory=StateFile(tmp_path / "evidence.json")
+    )
     forward.start()
     forward.stop()
     assert node.records() == []

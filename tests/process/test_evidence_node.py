@@ -16,22 +16,24 @@ from typing import Any
 
 import pytest
 from opentelemetry.proto.metrics.v1.metrics_pb2 import ResourceMetrics
-from prometheus_client import CollectorRegistry
 
 from flopwatch import catalogue as m
 from flopwatch.catalogue import Sample
 from flopwatch.ledger import attribution
-from flopwatch.ledger.attribution import Evidence, IncidentCause, LostTime
+from flopwatch.ledger.attribution import IncidentCause, LostTime
+from flopwatch.ledger.record import Evidence
 from flopwatch.ledger.store import Store
 from flopwatch.node.collectors.infiniband import Infiniband
 from flopwatch.node.collectors.nvml import Nvml
 from flopwatch.node.collectors.xid import Xid
 from flopwatch.node.collectors.xid.kernel_lines import oom_kills
+from flopwatch.node.scrape.scrape import Registry
 from flopwatch.node.telemetry import evidence, otlp
 from flopwatch.node.telemetry.admission import AttemptKey, own_pid_namespace
+from flopwatch.node.telemetry.attempts import Record
 from flopwatch.node.telemetry.evidence import HOST_PIDS, MAX_ENTRIES, MAX_HOST_ENTRIES, MAX_PLACES, EvidenceLog
 from flopwatch.node.telemetry.ledger_client import Embedded, Outcomes, Remote
-from flopwatch.node.telemetry.ranks import Record, Telemetry
+from flopwatch.node.telemetry.ranks import Telemetry
 from flopwatch.settings import ExporterSettings
 from flopwatch.simulate.pynvml import Simulation
 from simulator.host import SimulatedNode
@@ -67,7 +69,7 @@ class Node(SimulatedNode):
         self.evidence_log = EvidenceLog(lambda: self.now)
         self.telemetry = Telemetry(
             ExporterSettings(host="node-7"),
-            CollectorRegistry(),
+            Registry(),
             clock=lambda: self.now,
             now=lambda: self.now,
             evidence_log=self.evidence_log,
@@ -707,7 +709,7 @@ def test_while_the_ledger_is_away_late_evidence_is_kept_on_disk_in_the_place_of_
     spool = tmp_path / "spool"
     with ledger_server() as (url, _):
         pass  # a port without a listener
-    remote = Remote(url, None, spool, Outcomes(CollectorRegistry()))
+    remote = Remote(url, None, spool, Outcomes(Registry()))
     with dead_process() as pid:
         node.push(**pid)
     deliver(node, remote)
@@ -716,7 +718,7 @@ def test_while_the_ledger_is_away_late_evidence_is_kept_on_disk_in_the_place_of_
     deliver(node, remote)
     [kept] = [json.loads(file.read_text()) for file in spool.glob("*.json")]
     with ledger_server(port=int(url.rpartition(":")[2])) as (_, received):
-        Remote(url, None, spool, Outcomes(CollectorRegistry())).flush(last=True)
+        Remote(url, None, spool, Outcomes(Registry())).flush(last=True)
     [(_, sent)] = received
     assert sent == kept
     assert [(entry["kind"], entry.get("detail")) for entry in sent[-1]["evidence"]] == [
@@ -726,7 +728,7 @@ def test_while_the_ledger_is_away_late_evidence_is_kept_on_disk_in_the_place_of_
 
 
 def test_the_ledger_settles_on_the_gpu_that_an_xid_after_the_crash_names(node: Node, tmp_path: Path) -> None:
-    ledger = Embedded(Store(tmp_path / "ledger.sqlite"), Outcomes(CollectorRegistry()), now=lambda: node.now)
+    ledger = Embedded(Store(tmp_path / "ledger.sqlite"), Outcomes(Registry()), now=lambda: node.now)
     with dead_process() as pid:
         node.push(step=10, **pid)
         deliver(node, ledger)

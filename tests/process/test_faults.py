@@ -325,12 +325,7 @@ def domains(scraped: Series) -> set[str]:
 
 def handles(node: Exporter) -> set[str]:
     """Return the names of the collectors that have a process."""
-    commands = [Path(f"/proc/{pid}/cmdline").read_text() for pid in node.children() if alive(pid)]
-    factories = (command.split("\0")[3] for command in commands)  # python -m flopwatch.node.scrape.child FACTORY
-    return {
-        factory.rpartition(":")[2] if "simulate" in factory else factory.split(":")[0].split(".")[-1]
-        for factory in factories
-    }
+    return {Path(f"/proc/{pid}/comm").read_text().strip() for pid in node.children() if alive(pid)}
 
 
 def released(scraped: Series, before: Series) -> dict[str, float]:
@@ -491,6 +486,8 @@ def test_every_family_of_the_exporter_itself_is_served(simulated: Exporter) -> N
         "flopwatch_kernel_log_lost_total",  # of a device
         "flopwatch_nvml_field_latency_seconds_total",  # of a driver that reports it
         "flopwatch_nvml_slow_gpu_seconds",  # while one is slow
+        "flopwatch_nccl_inspector_operations_total",  # with --inspector
+        "flopwatch_nccl_inspector_skipped_bytes_total",
         "flopwatch_profiling_paused",  # with DCGM
         "flopwatch_ledger_requests_total",  # of a ledger of its own
     }

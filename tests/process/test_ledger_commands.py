@@ -319,7 +319,7 @@ def answering(status: int, body: bytes) -> Iterator[int]:
 @pytest.mark.parametrize(
     ("status", "body", "complaint"),
     [
-        (200, b"<html>", "does not answer as a ledger does: Expecting value"),
+        (200, b"<html>", "does not answer as a ledger does: JSON is malformed"),
         (200, b"[]", "does not answer as a ledger does"),
         (
             404,

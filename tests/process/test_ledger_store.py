@@ -11,10 +11,11 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given, settings
@@ -27,7 +28,7 @@ from flopwatch.ledger.record import RecordError
 from flopwatch.ledger.store import Store, filesystem
 from flopwatch.settings import SettingsError
 from tests.support import ROOT, TESTS
-from tests.support.histories import Generated, histories, mangled
+from tests.support.histories import Generated, histories, mangled, samples
 
 CAPTURES = TESTS / "captures"
 HISTORIES = CAPTURES / "histories"
@@ -71,7 +72,7 @@ def test_a_ledger_restarted_at_every_turn_gives_the_same_figures(name: str, tmp_
         ledger = Ledger()
         for record in records:
             ledger.apply(record)
-        assert store.families(NOW) == ledger.families(NOW)
+        assert store.families(NOW) == samples(ledger, NOW)
 
 
 CHILD = """
@@ -125,7 +126,7 @@ def test_all_records_of_a_delivery_are_taken_or_none(tmp_path: Path) -> None:
     with closing(Store(tmp_path / "ledger.sqlite")) as store:
         store.apply(records[:50])
         before = store.summary()
-        with pytest.raises(RecordError, match=r"^record 2: step: -1 is negative$"):
+        with pytest.raises(RecordError, match=r"^record 2: step: Expected float >= 0.0$"):
             store.apply([records[50], {**records[51], "step": -1}])
         assert store.summary() == before
 
@@ -415,6 +416,51 @@ def test_a_new_generation_and_the_old_one_survive_a_restart(tmp_path: Path) -> N
         runs = store.summary()["runs"]
     assert set(runs) == {"r", "r#1"}
     assert runs["r"]["buckets"] == pytest.approx(runs["r#1"]["buckets"])
+
+
+def during_scrapes(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
+    """Call `act` once, when a scrape leaves the lock for the first time."""
+    acts = iter([act])
+    monkeypatch.setattr("flopwatch.ledger.store.time.sleep", lambda seconds: next(acts, bool)())
+
+
+def counters(store: Store, now: float) -> dict[tuple[str, ...], float]:
+    return {(row.name, *labels): value for row, labels, value in store.families(now) if row.type == "counter"}
+
+
+def test_a_run_that_starts_during_a_scrape_does_not_wait_for_its_end_and_never_falls_back_to_0(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records, seen = history("crash_and_move"), list[bool]()
+    with closing(Store(tmp_path / "ledger.sqlite", new_for=60, clock=lambda: NOW)) as store:
+        store.apply(records)
+
+        def begin() -> None:
+            store.apply([{**record, "run": "second"} for record in records])
+            seen.append("second" in store.summary()["runs"])
+
+        during_scrapes(monkeypatch, begin)
+        first, then = counters(store, NOW + 60), counters(store, NOW + 59)
+    assert seen == [True]
+    assert {labels for labels, value in first.items() if value > then[labels]} == set()
+
+
+def test_a_scrape_shows_nothing_of_a_write_that_fails_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = history("crash_and_move")
+    with closing(Store(tmp_path / "ledger.sqlite")) as store:
+        store.apply([{**record, "run": run} for run in ("a", "b", "c") for record in records[:60]])
+
+        def fail() -> None:
+            with monkeypatch.context() as patch, suppress(sqlite3.OperationalError):
+                patch.setattr(store, "_write", Mock(side_effect=sqlite3.OperationalError("disk full")))
+                store.apply([{**record, "run": run} for run in ("a", "b", "c") for record in records[60:120]])
+
+        before = store.families(NOW)
+        during_scrapes(monkeypatch, fail)
+        assert store.families(NOW) == before
+        assert store.families(NOW) == before
 
 
 def test_deliveries_and_scrapes_from_many_threads_do_not_disturb_each_other(tmp_path: Path) -> None:

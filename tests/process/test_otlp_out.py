@@ -14,21 +14,22 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http.client import HTTPConnection
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any, TypeVar
 
 import pytest
 
 from demo.servers import victoria_metrics
 from flopwatch.catalogue import TRAINING_STEP_DURATION_SECONDS, Metric, all_metrics
+from flopwatch.training import Run
 from flopwatch.training.push.otlp import Undelivered, Wire
 from flopwatch.training.recorder import Snapshot
 from flopwatch.training.totals import DURATION_BOUNDS
 from tests.support import ROOT
 from tests.support.hook_server import python
-from tests.support.machine import PATIENCE, reserved_port, shortest
+from tests.support.machine import PATIENCE, reserved_port, shortest, until
 
 TRAINING = [metric for metric in all_metrics() if metric.domain == "training"]
 Series = frozenset[tuple[str, str]]
@@ -167,11 +168,12 @@ def test_every_training_family_arrives_under_its_own_name_and_labels(backend: Ba
                 )
             )
         )
+    wire.close()
     ids = {"run": run, "rank": "3"}
     expected = {one for row in TRAINING for one in exposed(row, {key: {**text, **ids}[key] for key in row.labels})}
     eventually(lambda: backend.series(run), expected)
-    # Two cumulative snapshots are one counter, not their sum.
-    assert backend.query(f'training_tokens_total{{run="{run}"}}')[0][1] == 2
+    # Two cumulative snapshots are one counter, not their sum. All series are there after the first one.
+    eventually(lambda: backend.query(f'training_tokens_total{{run="{run}"}}')[0][1], 2.0)
     count, total = (
         backend.query(f'{TRAINING_STEP_DURATION_SECONDS}_{part}{{run="{run}"}}')[0][1] for part in ("count", "sum")
     )
@@ -334,6 +336,65 @@ def test_no_answer_within_two_seconds_is_no_delivery(secure: tuple[str, Path, li
         return time.monotonic() - began
 
     assert shortest(send, 4) < 4
+
+
+def test_pushes_share_a_connection_until_the_server_closes_it() -> None:
+    ports: list[int] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            ports.append(self.client_address[1])
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(200)
+            self.send_header("Content-Length", "0")
+            if len(ports) == 5:
+                self.send_header("Connection", "close")
+            self.end_headers()
+            self.close_connection = len(ports) in (3, 5)  # after the third push without notice
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        Thread(target=server.serve_forever, args=(0.02,)).start()
+        wire = Wire(f"http://127.0.0.1:{server.server_port}", 0.0, None)
+        for _ in range(6):
+            assert not wire.send(b"push")
+        wire.close()
+        server.shutdown()
+    assert [ports.index(port) for port in ports] == [0, 0, 0, 3, 3, 5]
+
+
+def test_the_last_push_does_not_wait_for_a_dead_connection() -> None:
+    """As of an exporter whose place another one has taken, so that nothing answers on the old connection."""
+    ports: list[int] = []
+    ended = Event()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            ports.append(self.client_address[1])
+            self.rfile.read(int(self.headers["Content-Length"]))
+            if ports.count(ports[-1]) > 1:
+                ended.wait(PATIENCE)
+            self.send_response(200)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        Thread(target=server.serve_forever, args=(0.02,)).start()
+        run = Run("lm", endpoint=f"http://127.0.0.1:{server.server_port}", push_interval=3600, environ={})
+        until(lambda: len(ports) == 1)
+        run.finish()
+        ended.set()
+        server.shutdown()
+    assert len(ports) == len(set(ports)) == 2
 
 
 def test_the_documentation_starts_the_servers_as_they_are_started_here() -> None:

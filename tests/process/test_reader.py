@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import signal
@@ -306,6 +307,48 @@ def test_the_child_ends_when_its_parent_is_killed(odd: Callable[..., Reader], tm
         process.kill()
         process.wait()
     assert gone(child)
+
+
+FORKED = """
+import json, os, signal, socket, sys
+from flopwatch.node.memory_tuning import fork
+from flopwatch.node.scrape.reader import Reader, Spec
+listener = socket.create_server(("127.0.0.1", 0))
+signal.signal(signal.SIGCHLD, signal.Handlers[sys.argv[2]])
+reader = Reader("odd", Spec("odd:Odd", {"flag": sys.argv[1]}), backoff=0.0)
+fork([reader])
+pid = reader._child.process._pid
+first = reader.ask(30.0)
+files = [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")]
+os.kill(pid, signal.SIGKILL)
+while not (second := reader.ask(30.0)).ok or second.samples == first.samples:
+    pass
+reader.close()
+print(json.dumps([pid, first.samples[0][1][0], second.samples[0][1][0], files]))
+"""
+
+
+@pytest.mark.parametrize("ended", ["SIG_DFL", "SIG_IGN"])  # of children whose parent was started with SIGCHLD ignored
+def test_the_first_child_is_a_copy_without_the_files_of_its_parent_and_is_replaced(ended: str, tmp_path: Path) -> None:
+    (tmp_path / "odd.py").write_text(ODD)
+    search = os.pathsep.join([str(tmp_path), *(path for path in sys.path if path)])
+    command = [sys.executable, "-c", FORKED, str(tmp_path / "flag"), ended]
+    done = subprocess.run(command, env=dict(os.environ, PYTHONPATH=search), capture_output=True, text=True, check=False)
+    assert done.stderr == ""
+    forked, first, second, files = json.loads(done.stdout)
+    assert first == str(forked)
+    assert not any("socket" in file for file in files)
+    assert gone(forked)
+    assert gone(int(second))
+
+
+def test_a_copy_that_fails_says_why(tmp_path: Path) -> None:
+    script = "from flopwatch.node.scrape import reader; reader.answer_requests = None; "
+    script += "made = reader.Reader('odd', reader.Spec('odd:Odd', {})); made.fork(); print(made.ask(30.0).kind)"
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.stdout == "exited\n"
+    assert "reader failed factory=odd:Odd" in done.stderr
+    assert "'NoneType' object is not callable" in done.stderr
 
 
 def test_a_source_that_does_not_exist_has_a_reason(tmp_path: Path) -> None:

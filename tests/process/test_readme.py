@@ -84,7 +84,7 @@ def test_prometheus_accepts_the_configuration_shown_with_the_rules_written_by_th
         stdout=subprocess.DEVNULL,
     )
     (configuration,) = blocks("yaml")
-    assert yaml.safe_load(configuration)["rule_files"] == ["rules/rules.yaml"]
+    assert yaml.safe_load(configuration)["rule_files"] == ["monitoring/rules/*.yaml"]
     (tmp_path / "prometheus.yml").write_text(configuration)
     checked = subprocess.run(
         [find().promtool, "check", "config", tmp_path / "prometheus.yml"], capture_output=True, text=True

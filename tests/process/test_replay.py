@@ -178,8 +178,8 @@ def test_lines_that_cannot_be_read_are_named_and_left_out(tmp_path: Path) -> Non
     done = command(str(damaged), "--json")
     assert json.loads(done.stdout) == replay(lines)[0]
     assert done.stderr.splitlines() == [
-        f"flopwatch: {damaged}: line 4: not JSON: Expecting ',' delimiter at character 24",
-        f"flopwatch: {damaged}: line 6: event: missing",
+        f"flopwatch: {damaged}: line 4: Input data was truncated",
+        f"flopwatch: {damaged}: line 6: Object missing required field event",
     ]
     assert done.returncode == 1
 
@@ -320,7 +320,7 @@ def test_a_line_that_python_itself_refuses_is_named_too(line: str) -> None:
         ([], ["no run in this history: a run begins with an event submitted, start or snapshot"]),
         (
             ["}"] * 30 + [record_line("start", 0)],
-            [f"line {n}: not JSON: Expecting value at character 1" for n in range(1, 21)]
+            [f"line {n}: JSON is malformed: invalid character (byte 0)" for n in range(1, 21)]
             + ["10 more lines that cannot be read"],
         ),
     ],

@@ -292,13 +292,17 @@ def test_a_page_fetches_nothing_and_has_no_script_whatever_things_are_called(rep
         losses=[ReportedLoss(0, None, HOSTILE, HOSTILE, HOSTILE, HOSTILE, HOSTILE, HOSTILE, 1.0, False)],
         alerts=[Firing(HOSTILE, HOSTILE, HOSTILE, 0, 1, False)],
         ranks=[Outlier(HOSTILE, HOSTILE, HOSTILE)],
+        stacks=f"rank 0\n\n{HOSTILE}\n```\n# title",
     )
     elements = Elements()
     elements.feed(page.render(hostile, "html"))
     assert not {"script", "iframe", "img", "object"} & set(elements.tags)
     assert elements.fetched == ["data:,"]
     assert elements.text.count("<script>alert(1)</script>") >= 15
-    assert "<script" not in page.render(hostile, "markdown").replace("\\<script", "")
+    lines = page.render(hostile, "markdown").splitlines()
+    code = [line for line in lines if line.startswith("    ")]  # Markdown shows an indented block as it is
+    assert [line.strip() for line in code] == ["rank 0", HOSTILE, "```", "# title"]
+    assert "<script" not in "\n".join(line for line in lines if line not in code).replace("\\<script", "")
 
 
 def test_markdown_has_the_same_figures(report: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ from tests.support.databases import prometheus, raw, victoria
 from tests.support.machine import until
 from tests.support.scale_page import snippet
 
-pytestmark = [pytest.mark.long, pytest.mark.alone]
+pytestmark = [pytest.mark.long, pytest.mark.paired]
 
 SETTINGS = AlertSettings(pace=15)
 NODES = 2

@@ -23,6 +23,8 @@ from pathlib import Path
 import bcrypt
 import pytest
 
+from flopwatch.node.scrape.scrape import Registry
+from flopwatch.node.telemetry.ledger_client import Outcomes, Remote
 from flopwatch.settings import ExporterSettings, SettingsError
 from flopwatch.training.push.otlp import Undelivered, Wire
 from tests.support import ROOT
@@ -207,6 +209,23 @@ def test_a_ca_file_is_read_for_each_push(stack: Stack, tmp_path: Path) -> None:
         wire.send(b"")
     write(ca, stack.ca.file.read_text())
     wire.send(b"")
+    wire.close()
+
+
+def test_a_ledgers_ca_and_token_files_are_read_for_each_request(stack: Stack, tmp_path: Path) -> None:
+    ca, token = tmp_path / "ca.crt", tmp_path / "token"
+    shutil.copy(Authority(tmp_path / "other").file, ca)
+    token.write_text("wrong\n")
+    remote = Remote(f"https://127.0.0.1:{stack.ledger}", token, tmp_path / "spool", Outcomes(Registry()), ca_file=ca)
+    with pytest.raises(OSError, match="CERTIFICATE_VERIFY_FAILED"):
+        remote._post(b"[]", PATIENCE)
+    write(ca, stack.ca.file.read_text())
+    assert remote._post(b"[]", PATIENCE)[0] == 401
+    write(token, TOKEN)
+    assert remote._post(b"[]", PATIENCE)[0] == 200
+    write(ca, (tmp_path / "other" / stack.ca.file.name).read_text())
+    with pytest.raises(OSError, match="CERTIFICATE_VERIFY_FAILED"):
+        remote._post(b"[]", PATIENCE)
 
 
 def test_a_query_to_a_ledger_of_an_unknown_authority_names_the_flag_to_give(stack: Stack, tmp_path: Path) -> None:

@@ -52,24 +52,14 @@ EQUIVALENT: dict[tuple[str, str], str] = {
     # evaluated before the mutants, and not, as in its group, after the alert.
     (
         "LeafDown",
-        'critical: tname="NodeLost"} ) ) > 1 and on (leaf) ALERTS[{alertname="LeafDown",alertstate="firing"} '
+        'critical: lertname="NodeLost"}) ) > 1 and on (leaf) ALERTS[{alertname="LeafDown",alertstate="firing"} '
         '-> {alertstate="firing"}]',
     ): "the order of evaluation",
     (
         "LeafDown",
-        'critical: tname="NodeLost"} ) ) > 1 and on (leaf) ALERTS[{alertname="LeafDown",alertstate="firing"} '
+        'critical: lertname="NodeLost"}) ) > 1 and on (leaf) ALERTS[{alertname="LeafDown",alertstate="firing"} '
         '-> {alertname="LeafDown"}]',
     ): "the order of evaluation",
-    (
-        "TrainingHang",
-        'critical: bool) or time() - max by (run) (ALERTS_FOR_STATE[{alertname="TrainingHang",'
-        'severity="critical"} -> {severity="critical"}]) and on (run) ALERTS{a',
-    ): "it is the value, which the text shows",
-    (
-        "TrainingHang",
-        'critical: bool) or time() - max by (run) (ALERTS_FOR_STATE[{alertname="TrainingHang",'
-        'severity="critical"} -> {alertname="TrainingHang"}]) and on (run) ALERTS{a',
-    ): "it is the value, for the text",
 }
 
 # One token of PromQL. A range or offset is not a threshold, and a label matcher is one token with its comma.

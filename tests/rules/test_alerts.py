@@ -16,7 +16,7 @@ import promql_parser
 import pytest
 import yaml
 
-from alerts import Alert, AlertSettings, alertmanager_yaml, alerts, records, rules, rules_yaml
+from alerts import TIERS, Alert, AlertSettings, alertmanager_yaml, alerts, records, rules, rules_yaml
 from alerts.__main__ import main
 from alerts.recording import EVERY
 from alerts.settings import duration
@@ -33,12 +33,12 @@ ALERTS = alerts(SETTINGS)
 # By the level a record's name begins with: the labels it may have.
 LEVELS = {
     "fleet": set[str](),
-    "host": {"host", "run"},
-    "instance": {"instance", "host", "run"},
-    "port": {"instance", "device", "port", "rail", "run"},
+    "host": {"host", "run", "leaf"},
+    "instance": {"job", "instance", "host", "run", "value", "reason", "rail"},
+    "port": {"instance", "host", "device", "port", "rail", "run"},
     "rail": {"run", "rail"},
-    "rank": {"run", "rank", "host", "uuid", "pp", "sign", "group", "ranks"},
-    "run": {"tenant", "run", "bucket"},
+    "rank": {"instance", "run", "rank", "host", "uuid", "pp", "sign", "group", "ranks"},
+    "run": {"tenant", "run", "bucket", "state"},
 }
 EVERY_ALERT = for_each(ALERTS, lambda alert: f"{alert.name}-{alert.severity}")
 DURATION = re.compile(
@@ -155,7 +155,7 @@ def test_the_list_of_records_in_the_docs_is_the_printed_one_and_leaves_none_out(
 def test_a_group_that_is_evaluated_less_often_is_still_there_when_instant_queries_look_back() -> None:
     lookback = 300  # https://prometheus.io/docs/prometheus/latest/querying/basics/#staleness
     groups: Any = rules(SETTINGS)["groups"]
-    every = {group["name"].removeprefix("flopwatch-"): seconds(group["interval"]) for group in groups}
+    every = {group["name"].rpartition("-")[2]: seconds(group["interval"]) for group in groups}
     assert EVERY.keys() <= every.keys()
     for name, interval in every.items():
         assert interval == EVERY.get(name, 1) * SETTINGS.scrape_interval < lookback / 2
@@ -175,6 +175,11 @@ def test_every_alert_has_a_runbook_with_queries_that_work(alert: Alert) -> None:
     assert queries
     for query in queries:
         labels_of(promql_parser.parse(query))
+
+
+@EVERY_ALERT
+def test_no_text_reads_every_value_of_a_label_that_each_gpu_has(alert: Alert) -> None:
+    assert not re.search(r'\b(?:uuid|rank|host|instance|device|port)!?=""', alert.annotations(SETTINGS)["description"])
 
 
 def test_there_is_a_runbook_and_a_rule_test_for_no_other_alert() -> None:
@@ -309,9 +314,10 @@ def test_pagerduty_receives_firing_alerts(render: Callable[[str], str]) -> None:
     assert render(pagerduty["severity"]) == "critical"
 
 
-def test_the_command_writes_both_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_all_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main([str(tmp_path / "out"), "--pace", "15", "--page-min-gpus", "8", "--watchdog-url", "http://127.0.0.1:1/"])
     settings = AlertSettings(pace=15, page_min_gpus=8, watchdog_url="http://127.0.0.1:1/")
-    written = tmp_path / "out" / "rules.yaml", tmp_path / "out" / "alertmanager.yml"
-    assert [path.read_text() for path in written] == [rules_yaml(settings), alertmanager_yaml(settings)]
+    written = *(tmp_path / "out" / "rules" / f"{tier}.yaml" for tier in TIERS), tmp_path / "out" / "alertmanager.yml"
+    contents = [*(rules_yaml(settings, tier) for tier in TIERS), alertmanager_yaml(settings)]
+    assert [path.read_text() for path in written] == contents
     assert capsys.readouterr().out.splitlines() == [str(path) for path in written]

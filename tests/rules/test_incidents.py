@@ -10,15 +10,16 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
 
 from alerts import AlertSettings
-from demo.rehearsal import Firing, PacedTimeline, Rehearsal, ScrapedSeries, delivered, main, rehearse, report
+from demo.rehearsal import Firing, PacedTimeline, Rehearsal, ScrapedSeries, delivered, main, notified, rehearse, report
 from demo.servers import Servers
 from demo.stack import StackError
 from simulator.faults import Fault
@@ -116,12 +117,21 @@ if FULL:
     LIVED |= {"silent": partial(broken_part, "faulty_gpu", 3, without_xids), "hang": hang}
 
 
+def alerts_of(name: str) -> Rehearsal:
+    return LIVED[name]()
+
+
 @pytest.fixture(scope="module")
 def lived() -> Iterator[dict[str, Future[Rehearsal]]]:
-    """Give each rehearsed incident by name. They run in parallel, as half of the time is waiting for Alertmanager."""
-    with ThreadPoolExecutor(2 if FULL else 3) as pool:
-        yield {name: pool.submit(rehearsed) for name, rehearsed in LIVED.items()}
-        pool.shutdown(cancel_futures=True)
+    """Give each rehearsed incident by name.
+
+    Two are evaluated at a time, as one takes a core and up to 3.5 GiB. Those that wait for Alertmanager take neither.
+    """
+    spawn = get_context("spawn")  # a fork while other threads run may block
+    with ProcessPoolExecutor(2, spawn) as evaluating, ThreadPoolExecutor(len(LIVED)) as waiting:
+        evaluated = {name: evaluating.submit(alerts_of, name) for name in LIVED}
+        yield {name: waiting.submit(lambda one: notified(one.result()), one) for name, one in evaluated.items()}
+        evaluating.shutdown(cancel_futures=True)
 
 
 def test_a_dead_leaf_is_one_page_with_its_runs_and_gpus_until_all_is_over(lived: dict[str, Future[Rehearsal]]) -> None:

@@ -21,7 +21,7 @@ from tests.support import ROOT
 
 pytestmark = pytest.mark.long
 
-RULES = ROOT / "helm" / "files" / "rules.yaml"
+RULES = [ROOT / "helm" / "files" / "rules" / file for file in ("host.yaml", "run.yaml")]
 SEEDS = 1
 KINDS = pytest.mark.parametrize("kind", [*STRAGGLERS, *HANGS], ids=lambda kind: kind.name)
 
@@ -34,12 +34,13 @@ def of(name: str) -> TroubleKind:
     return next(kind for kind in (*STRAGGLERS, *HANGS) if kind.name == name)
 
 
-def changed(tmp_path: Path, old: str, new: str) -> Path:
-    """Return the shipped rules with one replacement."""
-    text = RULES.read_text()
+def changed(tmp_path: Path, old: str, new: str) -> list[Path]:
+    """Return the shipped rules with one replacement in those of runs."""
+    host, run = RULES
+    text = run.read_text()
     assert old in text
     (tmp_path / "rules.yaml").write_text(text.replace(old, new))
-    return tmp_path / "rules.yaml"
+    return [host, tmp_path / "rules.yaml"]
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +61,7 @@ def judging() -> Iterator[dict[str, subprocess.Popen[str]]]:
                         str(SEEDS),
                         "--json",
                         "--rules",
-                        str(RULES),
+                        *map(str, RULES),
                         "--promtool",
                         find().promtool,
                     ],
@@ -105,7 +106,12 @@ def test_ten_kinds_of_each_have_a_rank_or_host_to_be_named() -> None:
     ("scenario", "kind", "old", "new"),
     [
         ("stragglers", "slow_links", '|host|group|link"}', '|host|group|link|communication"}'),
-        ("hangs", "long_save", "max by (run) (run_hang_seconds)", 'max by (run) (run_state{state="running"})'),
+        (
+            "hangs",
+            "long_save",
+            "max by (run) (run_hang_seconds)\n        and on",
+            'max by (run) (run_state{state="running"})\n        or on',
+        ),
     ],
     ids=lambda text: text if text.isidentifier() else "",
 )

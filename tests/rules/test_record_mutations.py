@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import yaml
 
-from alerts import AlertSettings, recording, records
-from alerts.recording.fabric import PORT_RAIL, RAIL, RAIL_RETRANSMISSIONS
+from alerts import AlertSettings, alerts, recording, records
+from alerts.recording.fabric import HOST_RAIL_RETRANSMISSIONS, PORT_RAIL, PORT_TRANSMIT, PORT_WAIT
+from alerts.tiers import tiers
 from demo.servers import find
 from simulator.promtool import rule_test
 from tests.support import TESTS
@@ -23,6 +24,7 @@ pytestmark = pytest.mark.long
 
 SETTINGS = AlertSettings()
 EVERY = {record.name: record for record in records(SETTINGS)}
+TIER = dict(zip(EVERY, tiers((*records(SETTINGS), *alerts(SETTINGS))), strict=False))
 RULE_TESTS = sorted((TESTS / "rules").glob("recording*.yaml"))
 
 # A record, what is in its expression, and what would be there instead.
@@ -32,15 +34,22 @@ BROKEN = [
     (recording.HOST, "or on (instance)\ncount by (instance, host) (last_over_time(training_rank_info[5m]))", ""),
     (PORT_RAIL, "max by (instance, device, port, rail) (", "("),
     (recording.HOST_ENDS, "topk by (instance) (1, last_over_time(", "((last_over_time("),
-    # A rank that moved, and an exporter under another address, leave two series.
-    (recording.RANK_MFU, "sum by (run, rank) (rate(training_model", "max by (run, rank) (rate(training_model"),
-    (recording.HOST_MFU, "sum by (instance, run) (rate(training_model", "max by (instance, run) (rate(training_model"),
-    (recording.RUN_POWER, "sum by (uuid)", "max by (uuid)"),
+    # An exporter under another address leaves two series.
+    (recording.HOST_POWER, "sum by (host, uuid)", "max by (host, uuid)"),
     # A rank that two jobs scrape is not twice as fast.
-    (RAIL, "max by (instance, device, port) (", "("),
+    (PORT_TRANSMIT, "max by (instance, device, port) (", "("),
+    (PORT_WAIT, 'and on (instance, device, port) last_over_time(infiniband_info{role="compute"}[5m])', ""),
+    (recording.HOST_TENSOR_ACTIVE, "max by (instance, run, uuid) (training_rank_info)", "(training_rank_info)"),
     # A figure of some ranks is not one of the run.
-    (recording.RUN_POWER, 'unless on (run)\ntraining_rank_info{uuid=""}', ""),
-    (recording.RUN_HFU, "and on (run)\n(count by", "unless on (run)\n(count by"),
+    (recording.HOST_POWER, "(training_rank_info) * Inf", '(training_rank_info{uuid!=""}) * Inf'),
+    (
+        recording.RUN_POWER,
+        "unless on (run)\n(host:training_run:info unless on (host, run) host:gpu_energy_joules:rate5m)",
+        "",
+    ),
+    (recording.RANK_MFU, "unless on (instance, run, rank)\ntraining_mfu_unavailable == 1", ""),
+    (recording.HOST_TENSOR_ACTIVE, "== on (instance, run)", "<= on (instance, run)"),
+    (recording.HOST_TENSOR_ACTIVE, "and on (instance, run)", "unless on (instance, run)"),
     (recording.COMMUNICATION, "and on (run)", "unless on (run)"),
     # Two runs on a node, and ports that are not for computing.
     (
@@ -49,7 +58,7 @@ BROKEN = [
         "(count by (instance) (instance:training_run:info) > 0)",
     ),
     (PORT_RAIL, '{rail!="",role="compute"}', '{rail!=""}'),
-    (RAIL_RETRANSMISSIONS, "+", "or"),
+    (HOST_RAIL_RETRANSMISSIONS, "+", "or"),
     # A second ledger by mistake.
     (recording.GOODPUT, "min by (tenant, run) (run_open_seconds)", "max by (tenant, run) (run_open_seconds)"),
     (
@@ -64,12 +73,67 @@ BROKEN = [
         "min by (tenant, run) (last_over_time(run_start_timestamp_seconds[5m])) ==",
         "max by (tenant, run) (last_over_time(run_start_timestamp_seconds[5m])) ==",
     ),
-    # The number of ranks of a run whose size no ledger reports.
-    (recording.PAGES, "last_over_time(training_run_info[1d])", "training_run_info"),
-    (recording.PAGES, "last_over_time(training_world_size[5m])", "training_world_size"),
-    (recording.PAGES, "training_world_size[5m])) >= 64", "training_world_size[5m])) >= 63"),
-    (recording.PAGES, "unless on (tenant, run)\nlast_over_time(run_gpus[5m])", ""),
-    (recording.PAGES, "unless on (tenant, run)\nlast_over_time(run_gpus[5m])", "unless on (tenant, run)\nrun_gpus"),
+    (recording.RUN_MFU, "max by (tenant, run) (rate(run_model", "sum by (tenant, run) (rate(run_model"),
+    (recording.RUN_MFU, "max by (tenant, run) (rate(run_step", "sum by (tenant, run) (rate(run_step"),
+    (recording.RUN_HFU, "max by (tenant, run) (rate(run_hardware", "sum by (tenant, run) (rate(run_hardware"),
+    (recording.TOKENS, "max by", "sum by"),
+    (recording.STEP_DURATION, "max by (tenant, run) (rate(run_steps", "sum by (tenant, run) (rate(run_steps"),
+    (recording.RUN_STATE, "max by", "min by"),
+    (recording.PAGES, "max by (tenant, run) (last_over_time(run_page", "min by (tenant, run) (last_over_time(run_page"),
+    # A ledger that cannot be scraped for a while, and a run that is small.
+    (recording.PAGES, "last_over_time(run_page[5m])", "run_page"),
+    (recording.PAGES, "== 1 or", ">= 0 or"),
+    (recording.PAGES, ">= 64", ">= 63"),
+    (recording.RUN_STATE, "last_over_time(run_state[5m])", "run_state"),
+    (recording.STANDS_STILL, 'last_over_time(run_state{state="down"}[5m])', 'run_state{state="down"}'),
+    (recording.STANDS_STILL, 'unless on (run)\nrun_state{state=~"completed|stopped"} == 1', ""),
+    # A run that makes no steps has no MFU and no duration of them.
+    (recording.RUN_MFU, "> 0", ">= 0"),
+    (recording.RUN_HFU, "> 0", ">= 0"),
+    (recording.STEP_DURATION, "> 0", ">= 0"),
+    # What one rank of a host does, and what another one.
+    (recording.HOST_LAST_STEP, "max by (instance, run) (training", "min by (instance, run) (training"),
+    (recording.HOST_LAST_STEP, "or on (instance, run)", "unless on (instance, run)"),
+    (recording.HOST_STEPS, "max by", "sum by"),
+    (recording.HOST_TOKENS, "sum by", "max by"),
+    (recording.HOST_NOT_FINITE, "sum by (instance, run, value)", "sum by (instance, run)"),
+    (recording.HOST_NOT_FINITE, "max by (instance, run)", "sum by (instance, run)"),
+    (recording.HOST_DATA_STALL, "max by (instance, run) (", "avg by (instance, run) ("),
+    (recording.HOST_DATA_STALL, '{activity=~"step|data_stall"}', ""),
+    (recording.HOST_NO_MFU, "== 1", ">= 0"),
+    (recording.HOST_PEAK_OVERRIDE, '{peak_source=~"override.*"}', ""),
+    (recording.HOST_DECLARED_MFU, "sum by (instance, run) (max", "avg by (instance, run) (max"),
+    (recording.HOST_START, "max by (instance, run) (sum", "min by (instance, run) (sum"),
+    (recording.HOST_CLOCK, "quantile by (instance, run) (0.5,", "max by (instance, run) ("),
+    (recording.HOST_WORLD_SIZE, "last_over_time(training_world_size[2m])", "training_world_size"),
+    (recording.GPU_IDLE_ALLOCATED, '{uuid!=""}', ""),
+    (recording.GPU_IDLE_ALLOCATED, "or on (instance, uuid)", "and on (instance, uuid)"),
+    # Cards that two exporters of a host serve, that do not answer, or whose owner is unknown.
+    (recording.HOST_GPUS, "group by (host, uuid) (", "sum by (host, uuid, instance) ("),
+    (recording.HOST_GPUS, "== 1", ">= 0"),
+    (recording.HOST_ALLOCATED, "|unknown", ""),
+    (recording.HOST_ALLOCATED, "== 1", ">= 0"),
+    (recording.HOST_IDLE, 'source!="none"', 'source!~"none|unknown"'),
+    (recording.HOST_IDLE, "unless on (host, uuid)", "and on (host, uuid)"),
+    # Ports that never were up, or that no run communicates over, and a leaf that is forgotten too early.
+    (recording.PORT_LOST, ">= 4", ">= 1"),
+    (recording.PORT_LOST, "[10m]", "[1h]"),
+    (recording.PORT_INACTIVE, "and on (instance, device, port)\nport:infiniband_was_active:bool", ""),
+    (recording.PORT_MISSING, "== 0", ">= 0"),
+    (
+        recording.PORT_DOWN,
+        'unless on (instance, device, port)\nlast_over_time(infiniband_info{role=~"management|storage"}[5m])',
+        "",
+    ),
+    (recording.PORT_DOWN, "or port:infiniband_missing:bool", ""),
+    (recording.LEAF, "last_over_time(host_topology_info[10m])", "host_topology_info"),
+    (recording.LEAF, "group by (host, leaf)", "group by (host, leaf, rack)"),
+    # Alerts on a GPU that are no page, that are not sent, or that began long ago.
+    (recording.GPU_FAULT, ',severity="critical"', ""),
+    (recording.GPU_FAULT, ',shadow=""', ""),
+    (recording.GPU_FAULT, ',uuid!=""', ""),
+    (recording.GPU_FAULT, "last_over_time(training_rank_info[10m])", "training_rank_info"),
+    (recording.GPU_FAULT, "time() - 1800", "time() - 3600"),
     # A run that was just reported and has no seconds in any bucket.
     (recording.GOODPUT, 'and on (tenant, run) run_seconds_total{bucket!="queue"} > 0', ""),
     (recording.ETTR, 'and on (tenant, run) run_seconds_total{bucket!="queue"} > 0', ""),
@@ -115,7 +179,9 @@ BROKEN = [
     (recording.CONFIRMED, ">= 0.1", ">= 0"),
     (recording.CONFIRMED, "max by (run, rank, host, group, ranks) (run_straggler_info)", "run_straggler_info"),
     # Applications make Xids, too; ends of runs without a sign have no owner; a storm of one error is one.
-    (recording.LEMON, '{severity=~"critical|fatal"}', ""),
+    (recording.HOST_FAULTS, '{severity=~"critical|fatal"}', ""),
+    (recording.HOST_FAULTS, "> 0", ">= 0"),
+    (recording.HOST_FAULTS, "group by (host, uuid, xid)", "group by (host, uuid)"),
     (recording.HOST_ENDS, "and on (host)", "unless on (host)"),
     (recording.LEMON, "changes(", "count_over_time("),
 ]
@@ -176,7 +242,7 @@ def failing(folder: Path, path: Path, mutants: dict[int, tuple[str, str]]) -> se
         groups: dict[str, list[dict[str, object]]] = {}
         for rule in EVERY.values():
             if rule.name in below:
-                rules = groups.setdefault(f"flopwatch-{rule.group}", [])
+                rules = groups.setdefault(f"flopwatch-{TIER[rule.name]}-{rule.group}", [])
                 rules.append(rule.rule())
                 for number in sorted(asked):
                     if mutants[number][0] == rule.name:  # one that remembers itself remembers the mutant

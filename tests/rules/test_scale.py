@@ -15,6 +15,7 @@ from bench import sizing as size
 from bench.size import RECORDS_AND_ALERTS
 from bench.sizing import table
 from demo.servers import find
+from tests.support import ROOT
 from tests.support.rule_files import seconds
 from tests.support.scale_page import PAGE, SNIPPETS, snippet
 
@@ -41,6 +42,7 @@ def test_the_table_is_what_the_command_prints() -> None:
 def test_prometheus_takes_each_configuration(text: str, tmp_path: Path) -> None:
     path = tmp_path / "prometheus.yml"
     path.write_text(text)
+    (tmp_path / "flopwatch").symlink_to(ROOT / "helm" / "files" / "rules")
     agent = ["--agent"] if "--agent" in text.splitlines()[0] else []
     checked = subprocess.run([find().promtool, "check", "config", *agent, str(path)], capture_output=True, text=True)
     assert checked.returncode == 0, checked.stderr
@@ -61,15 +63,23 @@ def test_what_is_sent_are_records_and_alerts_and_nothing_else() -> None:
     )
 
 
-def test_the_shards_take_every_target_once() -> None:
-    shard = yaml.safe_load(snippet("shard"))
+@pytest.mark.parametrize(("name", "files"), [("shard", ["flopwatch/host.yaml"]), ("forwards", None)])
+def test_the_shards_take_every_target_once(name: str, files: list[str] | None) -> None:
+    shard = yaml.safe_load(snippet(name))
     (job,) = shard["scrape_configs"]
     hashed, kept = job["relabel_configs"]
     assert (hashed["action"], kept["action"]) == ("hashmod", "keep")
     assert hashed["target_label"] == kept["source_labels"][0]
     assert hashed["modulus"] == 4
     assert "external_labels" not in shard.get("global", {})
-    assert "rule_files" not in shard
+    assert shard.get("rule_files") == files
+
+
+def test_the_fleet_evaluates_what_no_shard_does_and_gathers_their_records() -> None:
+    fleet = yaml.safe_load(snippet("fleet"))
+    assert fleet["rule_files"] == ["flopwatch/run.yaml", "flopwatch/fleet.yaml"]
+    (match,) = fleet["scrape_configs"][1]["params"]["match[]"]
+    assert match == f'{{__name__=~"{RECORDS_AND_ALERTS}"}}'
 
 
 def looks_back(raw: bool) -> float:
@@ -100,5 +110,5 @@ def test_the_largest_group_has_as_many_rules_as_the_page_states() -> None:
 
 
 def test_the_ledger_receives_records_as_often_as_the_page_states() -> None:
-    (stated,) = re.findall(r"of each run every\s+(\d+) s", PAGE)
+    (stated,) = re.findall(r"of\s+each run about every\s+(\d+) s", PAGE)
     assert float(stated) == size.LEDGER_EVERY

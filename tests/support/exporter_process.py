@@ -20,7 +20,8 @@ from tests.support import ROOT
 from tests.support.machine import PATIENCE
 from tests.support.otlp_by_hand import request
 
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / "exporter")}
+PYTHONPATH = os.pathsep.join(filter(None, (str(ROOT / "exporter"), os.environ.get("PYTHONPATH"))))
+ENVIRONMENT = {**os.environ, "PYTHONPATH": PYTHONPATH}
 
 
 Series = dict[str, float]
@@ -38,7 +39,7 @@ def flopwatch_command(*arguments: str | Path) -> subprocess.CompletedProcess[str
 
 
 class Exporter:
-    """A running `flopwatch exporter`."""
+    """A running `flopwatch exporter`, which serves all series unless `flags` have another --series."""
 
     def __init__(self, state: Path, *flags: str | Path, program: Sequence[str] = ("-m", "flopwatch")) -> None:
         self._log = state.with_suffix(".log")
@@ -57,6 +58,7 @@ class Exporter:
                     str(state),
                     "--host",
                     "node-7",
+                    "--series=full",
                     *map(str, flags),
                 ],
                 stderr=log,

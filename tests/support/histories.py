@@ -6,19 +6,25 @@ import json
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import strategies as st
 
+from flopwatch.catalogue import Sample
 from flopwatch.ledger import state, views
 from flopwatch.ledger.buckets import BUCKETS
 from flopwatch.ledger.ledger import Ledger
 from flopwatch.ledger.run import RunLedger
-from flopwatch.ledger.slowdowns import shallow_dict
 
 Line = dict[str, Any]
+
+
+def samples(ledger: Ledger, now: float) -> list[Sample]:
+    """Return the samples of all runs with series, sorted by family."""
+    return sorted(chain.from_iterable(ledger.families(now)), key=lambda sample: sample[0].name)
 
 
 def submitted(t: float) -> Line:
@@ -255,12 +261,12 @@ def check_attempts(run: RunLedger) -> None:
 def snapshot_of(run: RunLedger) -> list[Any]:
     """Return all that is written of a run, but for what goes by the newest stamp, which a late record may move too."""
     saved: list[Any] = json.loads(
-        json.dumps(
+        msgspec.json.encode(
             [
                 {name: value for name, value in state.to_json(run).items() if name not in stamps_of(run)},
-                {name: shallow_dict(node) for name, node in run.reporters.nodes.items()},
-                list(run.history.items()),
-                [(number, shallow_dict(incident)) for number, incident in run.incidents.by_number.items()],
+                run.reporters.nodes,
+                [*run.history.items()],
+                [*run.incidents.by_number.items()],
                 {host: run.incidents.evidence.to_json(host) for host in run.incidents.evidence.hosts()},
             ]
         )

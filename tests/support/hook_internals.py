@@ -39,6 +39,7 @@ OUTERMOST = {
     "recorder.Recorder.measures_wait",
     "recorder.Recorder.waited",
     "recorder.Recorder.phase",
+    "recorder.Recorder.reporting",  # one `try`, for the `with` statements of others
     "context_managers.Activity.__init__",
     "context_managers.Background.__enter__",
     "context_managers.Background.__exit__",
@@ -134,23 +135,23 @@ def functions() -> dict[str, tuple[FunctionType, list[tuple[Any, str, Any]]]]:
 
 
 def stops_errors(function: FunctionType) -> bool:
-    """Return whether all that a function calls is inside `try: ... except Exception:`."""
+    """Return whether all that a function calls is inside `try: ... except Exception:` or `with ....reporting(...):`."""
     [definition] = ast.parse(textwrap.dedent(inspect.getsource(function))).body
     assert isinstance(definition, ast.FunctionDef)
-    outside = [
-        statement
-        for statement in definition.body
-        if not (
-            isinstance(statement, ast.Try)
-            and any(
-                isinstance(handler.type, ast.Name) and handler.type.id in ("Exception", "BaseException")
-                for handler in statement.handlers
-            )
-        )
-    ]
+    outside = [statement for statement in definition.body if not _stops(statement)]
     return len(outside) < len(definition.body) and not any(
         isinstance(node, ast.Call) for statement in outside for node in ast.walk(statement)
     )
+
+
+def _stops(statement: ast.stmt) -> bool:
+    match statement:
+        case ast.Try(handlers=handlers):
+            caught = [handler.type.id for handler in handlers if isinstance(handler.type, ast.Name)]
+            return "Exception" in caught or "BaseException" in caught
+        case ast.With(items=[ast.withitem(context_expr=ast.Call(func=ast.Attribute(attr="reporting")))]):
+            return True
+    return False
 
 
 def called(job: Callable[[bool], list[str]]) -> set[CodeType]:

@@ -58,7 +58,8 @@ class HookServer:
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
-                body = gzip.decompress(self.rfile.read(int(self.headers["Content-Length"])))
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                body = gzip.decompress(body) if self.headers["Content-Encoding"] == "gzip" else body
                 pushes.append(Push(self.path, dict(self.headers), body))
                 self.send_response(status)
                 self.send_header("Content-Type", "application/x-protobuf")

@@ -68,7 +68,7 @@ def serving(state: Path, *flags: str) -> Iterator[Ledger]:
         [*command, "--new-for", "0.001", *flags],
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(EXPORTER)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(EXPORTER), os.environ.get("PYTHONPATH"))))},
     )
     try:
         assert process.stderr is not None

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from flopwatch.node.telemetry.ranks import Record
+from flopwatch.node.telemetry.attempts import Record
 from tests.support.machine import PATIENCE
 
 

@@ -53,18 +53,18 @@ class Series:
     def at(self, seconds: float) -> float | None:
         """Return its value so many seconds at pace 1 after the beginning: a counter's on a line between samples.
 
-        The rate of a staircase differs with the end of the window. That is no difference between the engines.
+        The rate of a staircase differs with the end of the window. That is no difference between the engines. After
+        the last sample before a gap, the line continues with the same slope. Otherwise a rate would depend on the time
+        of the last scrape.
         """
         index, part = divmod(seconds / self.interval, 1)
-        value, after = (self.values[i] if i < len(self.values) else None for i in (int(index), int(index) + 1))
-        if (
-            value is not None
-            and after is not None
-            and after > value
-            and self.name.endswith(("_total", "_sum", "_count", "_bucket"))
-        ):
-            return value + part * (after - value)
-        return value
+        before, value, after = (
+            self.values[i] if 0 <= i < len(self.values) else None for i in range(int(index) - 1, int(index) + 2)
+        )
+        if value is None or not self.name.endswith(("_total", "_sum", "_count", "_bucket")):
+            return value
+        step = after - value if after is not None else value - before if before is not None else 0.0
+        return value + part * max(step, 0.0)
 
 
 def seconds(text: str) -> float:

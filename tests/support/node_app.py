@@ -12,14 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prometheus_client import CollectorRegistry
-
 from flopwatch import catalogue as m
 from flopwatch.catalogue import Sample
 from flopwatch.http.server import server
-from flopwatch.node.app import metrics_app, otlp_app
+from flopwatch.node.app import metrics_app, otlp_app, small_pushes
 from flopwatch.node.scrape.reader import Reading, failure
-from flopwatch.node.scrape.scrape import Scrape
+from flopwatch.node.scrape.scrape import Registry, Scrape
 from flopwatch.node.telemetry.otlp import PROTOBUF
 from flopwatch.node.telemetry.ranks import Telemetry
 from flopwatch.settings import ExporterSettings
@@ -78,14 +76,21 @@ def ask(
 
 @contextmanager
 def running(
-    token_file: Path | None = None, host: str = "node-7", send_buffer: int = 0, deadline: float = PATIENCE
+    token_file: Path | None = None,
+    host: str = "node-7",
+    send_buffer: int = 0,
+    deadline: float = PATIENCE,
+    max_connections: int | None = None,
 ) -> Iterator[Node]:
     """Run both applications as the exporter does; `send_buffer` is what the kernel keeps of an answer, in bytes."""
     settings = ExporterSettings(host=host, scrape_deadline=deadline)
-    registry = CollectorRegistry()
+    registry = Registry()
     gpus, telemetry = Gpus(), Telemetry(settings, registry)
     scrape = Scrape([gpus], [telemetry], settings, registry)
-    servers = [server(metrics_app(scrape, telemetry, settings, lambda: True)), server(otlp_app(telemetry, token_file))]
+    servers = [
+        server(metrics_app(scrape, telemetry, settings, lambda: True)),
+        server(otlp_app(telemetry, token_file), max_connections, small_pushes(telemetry, token_file, ())),
+    ]
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in servers]
     if send_buffer:
         sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)

@@ -18,6 +18,7 @@ from flopwatch import catalogue as m
 from flopwatch.ledger.ledger import Ledger
 from flopwatch.report import queries
 from tests.support import ROOT
+from tests.support.histories import samples
 
 HISTORY = ROOT / "tests" / "captures" / "histories" / "crash_and_move.jsonl"
 
@@ -47,7 +48,7 @@ def ledger_world(world: World, base: float, *, tenant: str = "") -> None:
         while pending and pending[0]["t"] <= at:
             record = pending.pop(0)
             ledger.apply({**record, "t": record["t"] + base, "tenant": tenant})
-        for row, values, number in ledger.families(base + at):
+        for row, values, number in samples(ledger, base + at):
             world.add(row.name, {**dict(zip(row.labels, values, strict=True)), "instance": "ledger"}, number, base + at)
         at += 15
 

@@ -9,29 +9,30 @@ from pathlib import Path
 from typing import Any
 
 from opentelemetry.proto.metrics.v1.metrics_pb2 import ResourceMetrics
-from prometheus_client import CollectorRegistry
 
 from flopwatch import catalogue as m
 from flopwatch.ledger.ledger import Ledger
 from flopwatch.ledger.run import RunLedger
 from flopwatch.node.collectors.cgroup import stat
+from flopwatch.node.scrape.scrape import Registry
 from flopwatch.node.telemetry.admission import AttemptKey, own_pid_namespace
-from flopwatch.node.telemetry.ranks import Record, Telemetry
+from flopwatch.node.telemetry.attempts import Record
+from flopwatch.node.telemetry.ranks import Telemetry
 from flopwatch.settings import ExporterSettings
 from tests.support.otlp_by_hand import START, counter, gauge, process, request
 
 
-def outcomes(registry: CollectorRegistry) -> dict[str, float]:
+def outcomes(registry: Registry) -> dict[str, float]:
     """Return the number of pushes that telemetry received, by outcome."""
-    samples = [sample for family in registry.collect() for sample in family.samples]
-    return {s.labels["outcome"]: s.value for s in samples if s.name == "flopwatch_otlp_pushes_total" and s.value}
+    samples = registry.samples()
+    return {labels[0]: value for row, labels, value in samples if row.name == "flopwatch_otlp_pushes_total" and value}
 
 
 class Host:
     """Telemetry of one host, whose records reach a ledger when the test lets a second pass."""
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
+        self.registry = Registry()
         self.time = START + 100  # monotonic
         self.step = 0.0  # of the wall clock
         self.ledger = Ledger()

@@ -15,7 +15,7 @@ import pynvml
 import pytest
 import torch
 
-from bench.card import compute, device, graphs, identity, jobs, ranks, trainers, waits
+from bench.card import compute, device, graphs, identity, jobs, nccl, ranks, trainers, waits
 from bench.card.device import Sample
 from bench.card.machine import COPY, DEVICE_COPY, HOLD, MATMUL, Gpu, Machine
 from bench.card.plan import SECTIONS
@@ -43,7 +43,17 @@ def lines(section: Callable[..., None], seconds: float = 0.0) -> list[Line]:
 
 
 @pytest.mark.parametrize(
-    "section", [device.clock, device.overhead, waits.pool, waits.section, graphs.section, compute.peak, compute.memory]
+    "section",
+    [
+        device.clock,
+        device.overhead,
+        waits.pool,
+        waits.section,
+        graphs.section,
+        compute.peak,
+        compute.memory,
+        nccl.section,
+    ],
 )
 def test_what_needs_cuda_is_info_without_it(section: Callable[..., None]) -> None:
     assert [(line.status, line.measured) for line in lines(section)] == [(INFO, "needs CUDA, and --device is cpu")]

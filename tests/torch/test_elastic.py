@@ -25,10 +25,10 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry
 
 from flopwatch import catalogue as m
 from flopwatch.ledger.store import Store
+from flopwatch.node.scrape.scrape import Registry
 from flopwatch.node.telemetry.ledger_client import Embedded, Forward, Outcomes
 from flopwatch.node.telemetry.ranks import Telemetry
 from flopwatch.settings import ExporterSettings
@@ -63,7 +63,7 @@ class Node:
     def __init__(self, host: str, ledger: Store) -> None:
         self.host = host
         self.server = HookServer()
-        self.registry = CollectorRegistry()
+        self.registry = Registry()
         self.telemetry = Telemetry(ExporterSettings(host=host, rank_timeout=300), self.registry)
         self.served_twice: list[Any] = []  # series
         self._forward = Forward(self.telemetry, Embedded(ledger, Outcomes(self.registry)), tick=0.1)

@@ -20,7 +20,7 @@ def group(description: str, size: int = 2, rank: int = 0) -> Any:
 
 def kind(one: Any, parallel: Parallel | None = None, named: tuple[tuple[str, Any], ...] = ()) -> str:
     run = silent()
-    run.recorder.world_size, run.recorder.parallel, run.recorder.process_groups = 16, parallel, list(named)
+    run.recorder.totals.world_size, run.recorder.parallel, run.recorder.process_groups = 16, parallel, list(named)
     return Groups(run.recorder)._kind(one, one.size())
 
 

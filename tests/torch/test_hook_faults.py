@@ -19,7 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceResponse
 
+from flopwatch.catalogue.stacks import SEND_STACKS
 from tests.support import ROOT
 from tests.support.environment import HOSTILE
 from tests.support.hook_server import HookServer
@@ -65,8 +67,10 @@ for step in range(400):
             with run.background_save(), run.collective_wait():
                 pass
             run.checkpoint_committed(step)
+print("took", clock(time.CLOCK_MONOTONIC) - began)
+while "AWAITED" in os.environ and not os.path.exists(os.environ["AWAITED"]):
+    time.sleep(0.01)
 ended = clock(time.CLOCK_MONOTONIC)
-print("took", ended - began)
 if hooked and sys.argv[1:] == ["finish"]:
     run.finish()
     print("finish", clock(time.CLOCK_MONOTONIC) - ended)
@@ -88,7 +92,10 @@ class Trained:
 
 
 def train(*arguments: str, stderr: str = "", **environ: str) -> Trained:
-    """Run the job and return its result. If given, `stderr` is a file that receives its standard error."""
+    """Run the job and return its result. If given, `stderr` is a file that receives its standard error.
+
+    With a path AWAITED in its environment, the job only ends once this path exists.
+    """
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(("FLOPWATCH_", "OTEL_"))}
     with ExitStack() as stack:
         errors = stack.enter_context(open(stderr, "w")) if stderr else subprocess.PIPE
@@ -373,6 +380,33 @@ def test_a_broken_machine_changes_nothing(plain: Trained, tmp_path: Path, broken
     with HookServer() as server:
         for end in ("finish", ""):
             unchanged(plain, end, FLOPWATCH_ENDPOINT=endpoint or server.url, PYTHONPATH=f"{tmp_path}:{ROOT}/exporter")
+
+
+SAMPLED = """
+import sys
+frames = sys._current_frames
+def looked_at():
+    if sys._getframe(1).f_code.co_name == "samples":
+        open({marker!r}, "w").close()
+    return {found}
+sys._current_frames = looked_at
+"""
+
+
+@pytest.mark.parametrize("end", ["finish", ""])
+@pytest.mark.parametrize("found", ["frames()", "1 / 0"], ids=["they work", "they fail"])
+def test_samples_for_an_exporter_that_always_requests_stacks_change_nothing(
+    plain: Trained, tmp_path: Path, found: str, end: str
+) -> None:
+    marker = tmp_path / "sampled"
+    (tmp_path / "sitecustomize.py").write_text(SAMPLED.format(marker=str(marker), found=found))
+    answer = ExportMetricsServiceResponse()
+    answer.partial_success.error_message = SEND_STACKS
+    path = f"{tmp_path}:{ROOT}/exporter"
+    with HookServer(answer=answer.SerializeToString()) as server:
+        # Next to heavy work, a job this short may otherwise end before its third push, which has the first samples.
+        unchanged(plain, end, FLOPWATCH_ENDPOINT=server.url, PYTHONPATH=path, AWAITED=str(marker))
+    assert server.pushes[-1].samples["training_steps_total"] == 400
 
 
 @pytest.mark.parametrize(

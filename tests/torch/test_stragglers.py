@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from flopwatch.verdicts.stragglers import judge
-from flopwatch.verdicts.waits import Communicator, Interval
+from flopwatch.verdicts.waits import Communicator
 from tests.support import ranks
+from tests.support.waits import interval_of
 
 pytestmark = [pytest.mark.long, pytest.mark.alone, pytest.mark.torch, pytest.mark.timeout(900)]
 
@@ -48,7 +49,7 @@ def named(windows: list[Window]) -> set[int]:
     """Return the ranks that the ledger names after these windows."""
     group = Communicator("world", tuple(range(WORLD_SIZE)))
     intervals = [
-        Interval.of(WINDOW, 1.0, {rank: {group: share} for rank, share in enumerate(window)}, {}) for window in windows
+        interval_of(WINDOW, 1.0, {rank: {group: share} for rank, share in enumerate(window)}, {}) for window in windows
     ]
     return {suspect.rank for suspect in judge(intervals).suspects}
 

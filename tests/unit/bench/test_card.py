@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import pynvml
 import pytest
 
 from bench.card import activity, capture, collect, fields, smi
-from bench.card.__main__ import read
+from bench.card.__main__ import _wait, read
 from bench.card.machine import Gpu, Work
 from bench.card.machine import Machine as RealMachine
 from bench.card.plan import SECTIONS, TOTAL
@@ -21,6 +23,7 @@ from bench.card.simulated import SimulatedMachine
 from flopwatch.simulate.lies import REFUSAL_PERIOD
 from flopwatch.simulate.pynvml import Simulation
 from tests.support import TESTS
+from tests.support.exporter_process import alive
 from tests.support.nvidia_smi import document
 
 NVML_UNKNOWN, NOT_SUPPORTED = 999, 3
@@ -443,3 +446,16 @@ def test_unknown_numbers_are_info() -> None:
 def test_the_sections_measure_less_than_the_whole() -> None:
     assert sum(section.seconds for section in SECTIONS) <= TOTAL * 0.7
     assert len({section.name for section in SECTIONS}) == len(SECTIONS)
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_the_processes_that_a_section_started_end_with_it(ends: bool) -> None:
+    command = ["sh", "-c", f"sleep 60 & echo $!; {'exit' if ends else 'sleep 60'}"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as section:
+        assert section.stdout is not None
+        child = int(section.stdout.readline())
+        assert _wait(section, 30.0 if ends else 0.1) == ends
+        end = time.monotonic() + 30.0
+        while alive(child):
+            assert time.monotonic() < end
+            time.sleep(0.01)

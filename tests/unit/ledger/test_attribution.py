@@ -13,11 +13,11 @@ from flopwatch.ledger.attribution import (
     LEDGER_KINDS,
     LOSSES,
     NODE_KINDS,
-    Evidence,
     IncidentCause,
     LostTime,
     attribute,
 )
+from flopwatch.ledger.record import Evidence
 from tests.support import ROOT
 
 T = 1_700_000_000.0

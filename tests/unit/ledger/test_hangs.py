@@ -2,74 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from flopwatch import catalogue as m
 from flopwatch.ledger import views
 from flopwatch.ledger.ledger import Ledger
 from flopwatch.ledger.record import LedgerRecord, RecordError
+from tests.support.hanging import P99, lines, numbers
 from tests.support.histories import Line
 
-HOSTS, PER_HOST, EVERY, P99 = ("h0", "h1"), 4, 15.0, 1.2
-STOPPED = 60.0  # when the last step began
-LIMIT = 15.0
 Verdict = tuple[float | None, set[tuple[str, ...]]]
-
-
-def numbers(missing: int | None = None, kind: str = "") -> dict[int, dict[str, float]]:
-    """Return the collectives that each of eight ranks has called by group, and in the default one, as TP2 x DP4.
-
-    The missing rank has called one fewer in its group of this kind, and its peers there wait for it.
-    """
-    called = {}
-    for rank in range(len(HOSTS) * PER_HOST):
-        tp, dp = f"{rank // 2 * 2},{rank // 2 * 2 + 1}", f"{rank % 2}-{6 + rank % 2}:2"
-        called[rank] = {f"tp {tp}": 40.0, f"dp {dp}": 10.0, "default": 3.0}
-    if missing is not None:
-        group = next((name for name in called[missing] if name.startswith(kind)), "")
-        called[missing][group] -= 1
-        if kind == "tp":  # neither it nor its peer comes to the end of the step
-            for rank in (missing, missing ^ 1):
-                called[rank] = {name: value - (name[:2] == "dp") for name, value in called[rank].items()}
-    return called
-
-
-def lines(called: dict[int, dict[str, float]], until: float, **change: Any) -> list[Line]:
-    """Return the records of two hosts that stop in a step at STOPPED. `change` has signs, GPUs or silent hosts."""
-    signs, silent, p99 = change.get("signs", {}), change.get("silent", ()), change.get("p99", P99)
-    gpus, goes_on = change.get("gpus", {}), change.get("goes_on", 0.0)
-    records: list[Line] = []
-    for turn in range(1, int(until / EVERY) + 1):
-        for number, host in enumerate(HOSTS):
-            t = turn * EVERY + 5 * number
-            ranks = range(number * PER_HOST, (number + 1) * PER_HOST)
-            open_step = max(0.0, t - STOPPED)
-            if host in silent and open_step > 0:
-                continue
-            line: Line = {"t": t, "run": "r", "attempt": "a", "source": host, "event": "snapshot", "started": 0.0}
-            line |= {"rank": ranks[0], "gpus": PER_HOST, "step": int(min(t, STOPPED)), "activity_seconds": {"step": t}}
-            line |= {"open_step_seconds": open_step, "step_p99": p99 if number == 0 else None}
-            line["ranks"] = f"{ranks[0]}-{ranks[-1]}"
-            if open_step >= 0.6 * LIMIT:
-                rows = [
-                    [
-                        rank,
-                        called[rank].get("default"),
-                        [
-                            [*name.split(" "), value + goes_on * t]
-                            for name, value in called[rank].items()
-                            if name != "default"
-                        ],
-                        signs.get(rank, []),
-                        gpus.get(rank),
-                    ]
-                    for rank in ranks
-                ]
-                line["open_step"] = {"t": t, "seconds": open_step, "overdue_after": LIMIT, "ranks": rows}
-            records.append(line)
-    return records
 
 
 def verdict(records: list[Line]) -> Verdict:
@@ -98,14 +40,65 @@ def test_the_missing_rank_is_named_in_its_group_once_all_hosts_stand_still(kind:
     assert named == {("5", "h1", "world" if kind == "default" else kind, group, "sequence")}
 
 
+@pytest.mark.parametrize(
+    ("ras", "named"),
+    [
+        (
+            [["2,3", "2"], ["4,5", "4"]],
+            {("2", "h0", "tp", "2,3", "sequence,ras"), ("4", "h1", "tp", "4,5", "sequence,ras")},
+        ),
+        ([["4,5", "4"]], {("4", "h1", "tp", "4,5", "sequence,ras")}),
+        ([["0-7", "2,4"], ["4,5", "4"]], {("4", "h1", "tp", "4,5", "sequence,ras")}),
+        ([["6,7", "7"]], {("", "h1", "", "", "")}),  # no rank, but the host of two of the three
+        ([["0-8", "4"]], {("2", "h0", "tp", "2,3", "sequence"), ("4", "h1", "tp", "4,5", "sequence")}),
+    ],
+)
+def test_numbers_of_nccl_confirm_those_of_the_hook_or_decide_between_two(
+    ras: list[list[str]], named: set[tuple[str, ...]]
+) -> None:
+    called = numbers()
+    called[2]["tp 2,3"] -= 1
+    called[4]["tp 4,5"] -= 1
+    records = lines(called, 120)
+    for line in records:
+        if line["source"] == "h0" and "open_step" in line:
+            line["open_step"]["ras"] = ras
+    assert verdict(records) == (60, named)
+
+
 def test_no_rank_is_named_without_a_difference_and_no_run_hangs_that_calls_collectives() -> None:
     assert verdict(lines(numbers(), 120)) == (60, set())
     assert verdict(lines(numbers(5, "tp"), 120, goes_on=1.0)) == (None, set())
 
 
-def test_a_host_without_a_record_may_have_gone_on_and_is_named_after_40_seconds() -> None:
-    assert verdict(lines(numbers(), 90, silent=("h1",))) == (None, set())
-    assert verdict(lines(numbers(), 120, silent=("h1",))) == (60, {("", "h1", "", "", "gone")})
+GONE = {("", "h1", "", "", "gone")}
+
+
+def test_a_host_without_a_record_may_have_gone_on_until_its_records_of_an_overdue_step_are_missing() -> None:
+    records = lines(numbers(), 90, silent=("h1",))
+    assert verdict(records[:-1]) == (None, set())  # overdue since now, and the other host has sent none for 25 s
+    assert verdict(records) == (30, GONE)
+    assert verdict(lines(numbers(), 90, silent=("h1",), p99=4.5)) == (None, set())  # overdue for 7.5 s
+    assert verdict(lines(numbers(), 105, silent=("h1",), p99=4.5)) == (45, GONE)
+
+
+def test_no_host_is_gone_because_the_ledger_was_away() -> None:
+    records = lines(numbers(), 120, silent=("h1",))
+    away = [line for line in records if not 50 < line["t"] < 90]
+    assert verdict([line for line in away if line["t"] < 120]) == (None, set())
+    assert verdict(away) == (60, GONE)
+
+
+def test_records_that_arrive_half_a_minute_apart_or_in_another_order_do_not_begin_a_silence_again() -> None:
+    apart = [line for line in lines(numbers(), 120, silent=("h1",)) if line["t"] not in (75, 105)]
+    assert verdict(apart) == (60, GONE)
+    ledger = Ledger()
+    for line in lines(numbers(), 90, silent=("h1",)):
+        for received in (line["t"], line["t"] - 1):
+            ledger.apply(line, received)
+    found = ledger.runs["", "r"].hangs.verdict
+    assert found is not None
+    assert [one.host for one in found.suspects] == ["h1"]
 
 
 @pytest.mark.parametrize("p99", [P99, None])
@@ -177,18 +170,18 @@ def test_signs_that_point_at_different_ranks_name_none_and_at_one_host_name_it()
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ({}, "open_step: not an object with at most 64 ranks"),
-        ([[0, 1, [], []]], "open_step: a rank is not [rank, default, groups, signs, gpu]"),
-        ([[None, 1, [], [], None]], "open_step: rank: missing"),
-        ([[0, -1, [], [], None]], "open_step: default: -1 is negative"),
+        ({}, "open_step.ranks: Expected array, got object"),
+        ([[0, 1, [], []]], "open_step.ranks[0]: Expected array of length 5, got 4"),
+        ([[None, 1, [], [], None]], "open_step.ranks[0][0]: Expected int, got null"),
+        ([[0, -1, [], [], None]], "open_step.ranks[0][1]: Expected float >= 0.0"),
         (
             [[0, 1, [["tp", "0-", 1]], [], None]],
-            "open_step: rank 0: group: '0-' is not a rank, nor a range such as 0-3 or 1-29:4",
+            "open_step: rank 0: '0-' is not a rank, nor a range such as 0-3 or 1-29:4",
         ),
-        ([[0, 1, [], ["is gone"], None]], "open_step: rank 0: signs: not at most 8 words"),
-        ([[0, 1, [], ["x"] * 9, None]], "open_step: rank 0: signs: not at most 8 words"),
-        ([[0, 1, [], [], [1.0]]], "open_step: rank 0: gpu: not [utilization, power, usual, tensor]"),
-        ([[0, 1, [], [], [1.0, "x", None, None]]], "open_step: gpu: 'x' is not a finite number"),
+        ([[0, 1, [], ["is gone"], None]], r"open_step.ranks[0][3][0]: Expected str matching regex '^[^\W\d]\w*\Z'"),
+        ([[0, 1, [], ["x"] * 9, None]], "open_step.ranks[0][3]: Expected array of length <= 8"),
+        ([[0, 1, [], [], [1.0]]], "open_step.ranks[0][4]: Expected array of length 4, got 1"),
+        ([[0, 1, [], [], [1.0, "x", None, None]]], "open_step.ranks[0][4][1]: Expected float | null, got str"),
     ],
 )
 def test_an_open_step_that_cannot_be_is_refused(rows: object, message: str) -> None:
@@ -201,7 +194,7 @@ def test_an_open_step_that_cannot_be_is_refused(rows: object, message: str) -> N
 def test_ranks_of_a_host_that_cannot_be_are_refused() -> None:
     with pytest.raises(RecordError, match="ranks: not the text of at most 64 ranks"):
         LedgerRecord.parse(lines(numbers(), 15.0)[0] | {"ranks": "0-64"})
-    with pytest.raises(RecordError, match="open_step: a number is missing"):
+    with pytest.raises(RecordError, match="open_step: Object missing required field overdue_after"):
         LedgerRecord.parse(lines(numbers(), 15.0)[0] | {"open_step": {"t": 1.0, "seconds": 1.0, "ranks": []}})
 
 

@@ -9,6 +9,7 @@ import pytest
 from flopwatch import catalogue as m
 from flopwatch.ledger import ledger as module
 from flopwatch.ledger.ledger import Ledger
+from tests.support.histories import samples
 
 
 @pytest.fixture
@@ -24,9 +25,9 @@ def report(ledger: Ledger, run: str, now: float, **more: Any) -> None:
 
 def served(ledger: Ledger, now: float) -> set[str]:
     """Return the names of the runs with series."""
-    samples = ledger.families(now)
-    names = {labels[1] for row, labels, _ in samples if row is m.RUN_ATTEMPTS_TOTAL}
-    counts = {labels[0]: number for row, labels, number in samples if row is m.FLOPWATCH_LEDGER_RUNS}
+    found = samples(ledger, now)
+    names = {labels[1] for row, labels, _ in found if row is m.RUN_ATTEMPTS_TOTAL}
+    counts = {labels[0]: number for row, labels, number in found if row is m.FLOPWATCH_LEDGER_RUNS}
     hidden = len(ledger.runs) - len(ledger.retired) - len(names)
     assert counts == {"exported": len(names), "without_series": hidden}
     return names

@@ -20,7 +20,7 @@ from flopwatch.ledger.incidents import MAX_HISTORY
 from flopwatch.ledger.ledger import Ledger
 from flopwatch.ledger.run import RunLedger
 from flopwatch.ledger.tables import attempts_csv, run_table
-from tests.support.histories import Line, check_attempts, mangled, read_back, snapshot_of
+from tests.support.histories import Line, check_attempts, mangled, read_back, samples, snapshot_of
 
 STEP, GPUS = 8.0, 8
 Phases = list[tuple[str, float]]
@@ -314,7 +314,7 @@ def test_on_every_history_losses_only_grow_and_are_a_part_of_their_buckets(
         run = ledger.runs["", "r"]
         counters = {
             (row.name, *labels): value
-            for row, labels, value in ledger.families(run.reporters.last)
+            for row, labels, value in samples(ledger, run.reporters.last)
             if row.type == "counter"
         }
         assert {name: value for name, value in before.items() if counters[name] < value} == {}

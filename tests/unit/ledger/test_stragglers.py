@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from dataclasses import replace
+from math import inf
 from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry
 
 from flopwatch import catalogue as m
 from flopwatch.ledger import views
 from flopwatch.ledger.ledger import Ledger
+from flopwatch.ledger.rank_waits import Processes
 from flopwatch.ledger.record import LedgerRecord, RecordError
 from flopwatch.ledger.run import RunLedger
+from flopwatch.ledger.slowdowns import Slowdown
+from flopwatch.ledger.stacks import AGAIN, KEPT
+from flopwatch.ledger.state import from_json, to_json
 from flopwatch.ledger.tables import run_table
+from flopwatch.node.scrape.scrape import Registry
 from flopwatch.node.telemetry.ranks import Telemetry
 from flopwatch.settings import ExporterSettings
-from flopwatch.verdicts.waits import Interval
 from tests.support.histories import Line, read_back, snapshot_of
 from tests.support.otlp_by_hand import START, counter, gauge, request, training
 
@@ -96,9 +102,9 @@ def verdict_of(records: list[Line]) -> dict[m.Metric, dict[tuple[str, ...], floa
 
 
 def test_a_late_rank_is_named_within_a_minute_with_its_host_and_what_mending_gains() -> None:
-    # Both nodes are known at 30 s, so intervals are complete at 45, 60 and 75 s.
-    assert m.RUN_STRAGGLER_INFO not in verdict_of([line for line in lines(late(5, 0.3)) if line["t"] <= 60])
-    found = verdict_of([line for line in lines(late(5, 0.3)) if line["t"] <= 75])
+    # Both nodes are known at 30 s, so intervals are complete at 45 and 60 s.
+    assert m.RUN_STRAGGLER_INFO not in verdict_of([line for line in lines(late(5, 0.3)) if line["t"] <= 45])
+    found = verdict_of([line for line in lines(late(5, 0.3)) if line["t"] <= 60])
     assert found[m.RUN_STRAGGLER_INFO] == {("5", "h1", "world", "0-7"): 1.0}
     shares = found[m.RUN_STRAGGLER_RATIO]
     assert len(shares) == 7
@@ -106,10 +112,78 @@ def test_a_late_rank_is_named_within_a_minute_with_its_host_and_what_mending_gai
     assert found[m.RUN_WHATIF_STEP_SECONDS] == {("0",): pytest.approx(1.0), ("1",): pytest.approx(0.7)}
 
 
+def named_from(records: list[Line]) -> float:
+    """Return when the ledger first names a rank, in Unix time."""
+    ledger = Ledger()
+    for line in records:
+        ledger.apply(line)
+        verdict = ledger.runs["", "r"].stragglers.verdict
+        if verdict is not None and verdict.suspects:
+            return float(line["t"])
+    return inf
+
+
+@pytest.mark.parametrize(
+    ("early", "seconds", "named_at"), [(True, inf, 231.0), (False, inf, 236.0), (True, 15.0, inf)], ids=str
+)
+def test_early_records_end_the_interval_in_which_a_rank_becomes_late(
+    monkeypatch: pytest.MonkeyPatch, early: bool, seconds: float, named_at: float
+) -> None:
+    # Each node sends every 15 s, and every 5 s from 201 to 245 s. An interval of 5 s then ends at 211 s, two of 10 s
+    # follow, and three are judged together. A rank that is late for 15 s only is not named.
+    monkeypatch.setitem(globals(), "EVERY", 5.0)
+    every = lines(lambda rank, t: 0.1 if rank == 5 and 200 < t <= 200 + seconds else 0.4, seconds=300.0)
+    records = []
+    for line in every:
+        sent_early = early and 200 < line["t"] < 245
+        if sent_early or line["t"] % 15 == (0 if line["source"] == "h0" else 10):
+            records.append({**line, "t": line["t"] + 1.0, "early": sent_early})
+    assert named_from(records) == named_at
+
+
+class Later(Executor):
+    """Executor that runs its work when the test has it run."""
+
+    def __init__(self) -> None:
+        self.runs: list[Callable[[], None]] = []
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        self.runs.append(lambda: future.set_result(fn(*args, **kwargs)))
+        return future
+
+
+@pytest.mark.parametrize("delay", [0, 1])  # records until the executor is done
+def test_a_large_run_is_judged_in_the_background_with_the_same_result(
+    monkeypatch: pytest.MonkeyPatch, delay: int
+) -> None:
+    monkeypatch.setattr("flopwatch.ledger.stragglers.MANY", len(HOSTS))
+    # The processes of all ranks are others from 600 s on, and one of them makes no step for a while.
+    records = lines(
+        late(5, 0.3),
+        started=lambda rank, t: 600.0 * (t > 600),
+        steps=lambda rank, t: min(t, 300.0) if rank == 1 and t < 360 else t,
+    )
+    executor = Later()
+    ledger, judged = Ledger(executor=executor), 0
+    for number, line in enumerate(records):
+        ledger.apply(line)
+        if number % (delay + 1) == 0 and executor.runs:
+            judged += 1
+            executor.runs.pop()()
+        assert len(executor.runs) <= 1
+    run, same = ledger.runs["", "r"], run_of(records)
+    run.stragglers.collect()
+    assert judged > 60 / (delay + 1)
+    assert run.stragglers.verdict == same.stragglers.verdict
+    assert run.stragglers.hosts == same.stragglers.hosts
+    assert run.stragglers.gpu_seconds == pytest.approx(same.stragglers.gpu_seconds, rel=0.05)
+
+
 def test_what_a_late_rank_costs_is_counted_from_the_first_interval_that_shows_it() -> None:
     records = lines(late(5, 0.3))
-    assert lost([line for line in records if line["t"] <= 60]) == 0
-    assert lost([line for line in records if line["t"] <= 75]) == pytest.approx(GPUS * 0.3 * 45, rel=0.03)
+    assert lost([line for line in records if line["t"] <= 45]) == 0
+    assert lost([line for line in records if line["t"] <= 60]) == pytest.approx(GPUS * 0.3 * 30, rel=0.03)
     assert lost(records) == pytest.approx(GPUS * 0.3 * 1170, rel=0.03)
 
 
@@ -129,6 +203,21 @@ def test_a_late_rank_is_named_in_the_finest_process_group_whose_others_wait_for_
     found = verdict_of(lines(late(5, 0.3), groups=groups))
     assert found[m.RUN_STRAGGLER_INFO] == {("5", "h1", "tp", "4,5"): 1.0}
     assert m.RUN_STRAGGLER_UNAVAILABLE not in found
+
+
+def test_what_mending_gains_in_a_pipeline_follows_from_the_waits_of_its_stages() -> None:
+    # Rank 5 of the second stage makes rank 1 wait, and their replica all others. A step has four microbatches.
+    def groups(rank: int, waited: float, t: float) -> list[list[Any]]:
+        in_pair = {5: 0.1, 1: 0.4}.get(rank, 0.19) * t
+        stage = "0-3" if rank < PER_HOST else "4-7"
+        return [["pp", f"{rank % PER_HOST},{rank % PER_HOST + PER_HOST}", in_pair], ["dp", stage, waited - in_pair]]
+
+    found = verdict_of(lines(late(5, 0.3), groups=groups))
+    assert found[m.RUN_STRAGGLER_INFO] == {("5", "h1", "dp", "4-7"): 1.0}
+    assert found[m.RUN_WHATIF_STEP_SECONDS] == {("0",): pytest.approx(1.0), ("1",): pytest.approx(0.7)}
+    stages = verdict_of(lines(late(5, 0.3), place=lambda rank: str(rank // PER_HOST)))
+    assert stages[m.RUN_STRAGGLER_INFO] == found[m.RUN_STRAGGLER_INFO]
+    assert m.RUN_WHATIF_STEP_SECONDS not in stages
 
 
 @pytest.mark.parametrize(
@@ -173,7 +262,7 @@ def test_a_verdict_that_fails_costs_the_run_no_accounting(monkeypatch: pytest.Mo
     def broken(*_: object) -> None:
         raise ArithmeticError
 
-    monkeypatch.setattr(Interval, "between", broken)
+    monkeypatch.setattr(Processes, "interval", broken)
     run = run_of(records)
     assert run.buckets.seconds == seconds
     assert (run.stragglers.verdict, run.stragglers.reason) == (None, "groups")
@@ -183,6 +272,12 @@ def test_a_verdict_that_fails_costs_the_run_no_accounting(monkeypatch: pytest.Mo
     ("shares", "change", "line"),
     [
         (late(5, 0.3), {}, "late ranks (rank, 30.0% of each step): rank 5 on h1 (world group, ranks 0-7)"),
+        (
+            late(5, 0.3),
+            {"place": lambda rank: str(rank // PER_HOST)},
+            "late ranks (rank, 30.0% of each step): rank 5 on h1 (dp group, ranks 4-7); what mending gains is unknown: "
+            "the process groups that connect the stages of the pipeline are not known",
+        ),
         (lambda rank, t: 0.4, {}, "late ranks: none"),
         (
             lambda rank, t: 0.1 if rank == int(t / 15) % GPUS else 0.4,
@@ -238,20 +333,20 @@ def test_the_counter_is_a_part_of_productive_never_falls_and_survives_being_writ
 @pytest.mark.parametrize(
     ("waits", "message"),
     [
-        ({}, "waits: not a list of at most 64 ranks"),
-        ([[0, "", 0, 1, 2, 3]], "waits 1: not [rank, place, started, steps, seconds, wait, tokens]"),
-        ([[0, "", 0, 1, 2, -3, 4]], "waits 1: wait: -3 is negative"),
-        ([[0, "", 0, 1, 2, None, 4]], "waits 1: a number is missing"),
+        ({}, "waits: Expected array | null, got object"),
+        ([[0, "", 0, 1, 2, 3]], "waits[0]: Expected array of at least length 7, got 6"),
+        ([[0, "", 0, 1, 2, -3, 4]], "waits[0][5]: Expected float >= 0.0"),
+        ([[0, "", 0, 1, 2, None, 4]], "waits[0][5]: Expected float, got null"),
         ([[0, "", 0, 1, 2, 3, 4]] * 2, "waits: a rank is listed twice"),
-        ([[0, "", 0, 1, 2, 3, 4, {}]], "waits 1: not a list of at most 16 groups"),
-        ([[0, "", 0, 1, 2, 3, 4, [["tp", "0-3"]]]], "waits 1: a group is not [kind, ranks, number]"),
+        ([[0, "", 0, 1, 2, 3, 4, {}]], "waits[0][7]: Expected array, got object"),
+        ([[0, "", 0, 1, 2, 3, 4, [["tp", "0-3"]]]], "waits[0][7][0]: Expected array of length 3, got 2"),
         (
             [[0, "", 0, 1, 2, 3, 4, [["tp", "0-", 1.0]]]],
-            "waits 1: group: '0-' is not a rank, nor a range such as 0-3 or 1-29:4",
+            "waits: rank 0: '0-' is not a rank, nor a range such as 0-3 or 1-29:4",
         ),
-        ([[0, "", 0, 1, 2, 3, 4, [["t p", "0-3", 1.0]]]], "waits 1: group: 't p' '0-3'"),
-        ([[0, "", 0, 1, 2, 3, 4, [["tp", "0-3", -1.0]]]], "waits 1: group: number: -1.0 is negative"),
-        ([[0, "", 0, 1, 2, 3, 4, [["tp", "0-3", None]]]], "waits 1: group: the number is missing"),
+        ([[0, "", 0, 1, 2, 3, 4, [["t p", "0-3", 1.0]]]], "waits: rank 0: 't p' is not the kind of a process group"),
+        ([[0, "", 0, 1, 2, 3, 4, [["tp", "0-3", -1.0]]]], "waits[0][7][0][2]: Expected float >= 0.0"),
+        ([[0, "", 0, 1, 2, 3, 4, [["tp", "0-3", None]]]], "waits[0][7][0][2]: Expected float, got null"),
     ],
 )
 def test_waits_that_cannot_be_are_refused(waits: object, message: str) -> None:
@@ -260,8 +355,23 @@ def test_waits_that_cannot_be_are_refused(waits: object, message: str) -> None:
     assert str(error.value) == message
 
 
+@pytest.mark.parametrize(
+    ("squares", "message"),
+    [
+        ({}, "computing_squares: Expected array | null, got object"),
+        ([1.0], "computing_squares: not a list with a number for each rank in waits"),
+        ([1.0, 2.0, 3.0, None], "computing_squares[3]: Expected float, got null"),
+        ([1.0, 2.0, 3.0, -4.0], "computing_squares[3]: Expected float >= 0.0"),
+    ],
+)
+def test_squares_that_cannot_be_are_refused(squares: object, message: str) -> None:
+    with pytest.raises(RecordError) as error:
+        LedgerRecord.parse(lines(late(5, 0.3), 15.0)[0] | {"computing_squares": squares})
+    assert str(error.value) == message
+
+
 def test_a_node_reports_the_waits_of_its_ranks_once_all_are_measured() -> None:
-    telemetry = Telemetry(ExporterSettings(host="node-7"), CollectorRegistry(), now=lambda: START + 60)
+    telemetry = Telemetry(ExporterSettings(host="node-7"), Registry(), now=lambda: START + 60)
 
     def push(rank: int, wait: float | None) -> None:
         pushed = training(40, 5.0, START + 60, rank=rank, start_unix=START + 1)
@@ -282,18 +392,20 @@ def test_a_node_reports_the_waits_of_its_ranks_once_all_are_measured() -> None:
     assert "waits" not in record
     push(1, 2.5)
     [(_, [record])] = telemetry.due().values()
+    assert "computing_squares" not in record  # an older hook does not count them
     assert [wait[:2] + wait[3:6] for wait in record["waits"]] == [[0, "0", 10.0, 20.0, 7.5], [1, "1", 10.0, 20.0, 2.5]]
     parsed = LedgerRecord.parse(record).waits
     assert parsed is not None
-    assert [(wait.rank, wait.started) for wait in parsed] == [(0, START + 1), (1, START + 1)]
+    assert [(wait.rank, wait.started) for wait in parsed.processes] == [(0, START + 1), (1, START + 1)]
 
 
 def test_the_waits_of_process_groups_are_sent_to_the_ledger_and_not_served() -> None:
-    telemetry = Telemetry(ExporterSettings(host="node-7"), CollectorRegistry(), now=lambda: START + 60)
+    telemetry = Telemetry(ExporterSettings(host="node-7"), Registry(), now=lambda: START + 60)
     pushed = training(40, 5.0, START + 60, rank=3, start_unix=START + 1)
     metrics = pushed.scope_metrics[0].metrics
     for name in ("measured_steps", "measured_step_seconds", "collective_wait_seconds"):
         metrics.append(counter(f"training_{name}_total", 10.0, START + 60, rank="3"))
+    metrics.append(counter("training_computing_square_seconds_total", 7.5, START + 60, rank="3"))
     for kind, ranks, wait in (("tp", "2,3", 1.25), ("dp", "1-7:2", 0.5)):
         labels = {"rank": "3", "group": kind, "ranks": ranks}
         metrics.append(counter("training_group_wait_seconds_total", wait, START + 60, **labels))
@@ -301,7 +413,119 @@ def test_the_waits_of_process_groups_are_sent_to_the_ledger_and_not_served() -> 
     [(_, [record])] = telemetry.due().values()
     parsed = LedgerRecord.parse(record).waits
     assert parsed is not None
-    assert parsed[0].groups == (("tp", "2,3", 1.25), ("dp", "1-7:2", 0.5))
+    assert parsed.processes[0].groups == (("tp", "2,3"), ("dp", "1-7:2"))
+    assert list(parsed.totals) == [10.0, 10.0, 0.0, 10.0, 7.5, 1.25, 0.5]
     served = {row for row, _, _ in telemetry.ask(1.0).samples}
     assert m.TRAINING_COLLECTIVE_WAIT_SECONDS_TOTAL in served
-    assert m.TRAINING_GROUP_WAIT_SECONDS_TOTAL not in served
+    assert not {m.TRAINING_GROUP_WAIT_SECONDS_TOTAL, m.TRAINING_COMPUTING_SQUARE_SECONDS_TOTAL} & served
+
+
+# Stacks.
+
+
+def wanted(ledger: Ledger, line: Line, *stacks: list[Any]) -> set[int]:
+    """Apply a record with stacks and return the ranks whose stacks the answer to it requests."""
+    ranks = "0-3" if line["source"] == "h0" else "4-7"
+    record = LedgerRecord.parse({**line, "ranks": ranks, "stacks": [*stacks] or None})
+    ledger.apply(record)
+    return {rank for _, _, rank in ledger.wanted_stacks([record])}
+
+
+def test_the_stacks_of_a_straggler_and_of_a_peer_are_requested_once() -> None:
+    ledger, found = Ledger(), dict[float, set[int]]()
+    for line in lines(late(5, 0.3)):
+        answered = [[0 if line["source"] == "h0" else 5, line["t"], "40 % train.py:7"]] if line["t"] == 90 else []
+        found.setdefault(line["t"], set()).update(wanted(ledger, line, *answered))
+    assert found[45] == set()
+    assert found[60] == {0, 5}  # in the answer to the record that completed the interval
+    assert found[75] == {0, 5}
+    assert not any(found[t] for t in found if t >= 90)
+    run = ledger.runs["", "r"]
+    assert [row[:2] for row in run.stacks.rows] == [(0, 90.0), (5, 90.0)]
+    assert "late ranks (rank, 30.0% of each step): rank 5 on h1" in run_table(views.figures(run, 1200))
+    assert "stacks of the last hang or straggler\n\nrank 0, 1970" in run_table(views.figures(run, 1200))
+
+
+def test_another_straggler_is_requested_after_some_minutes_only_and_in_its_own_group() -> None:
+    ledger, found = Ledger(), dict[float, set[int]]()
+    records = lines(
+        lambda rank, t: 0.1 if rank == (5 if t <= 120 else 2) else 0.4,
+        groups=lambda rank, waited, t: [["dp", f"{rank % 2}-{6 + rank % 2}:2", waited]],
+    )
+    for line in records:
+        found.setdefault(line["t"], set()).update(wanted(ledger, line))
+    first = min(t for t in found if found[t])
+    assert found[first + 15] == {1, 5}  # of ranks 1, 3, 5 and 7
+    again = min(t for t in found if 2 in found[t])
+    assert first + AGAIN <= again <= first + AGAIN + 30
+    assert all(found[t] == {0, 2} for t in found if t >= again + 15)
+
+
+@pytest.mark.parametrize("kind", ["link", "stage", "imbalance"])
+def test_no_stacks_are_requested_where_no_rank_is_slow(kind: str) -> None:
+    ledger = Ledger()
+    records = lines(late(5, 0.3))
+    for line in records[:-2]:
+        wanted(ledger, line)
+    run = ledger.runs["", "r"]
+    assert run.stacks.wanted == {0, 5}
+    verdict = run.stragglers.verdict
+    assert verdict is not None
+    run.stragglers.verdict = replace(verdict, kind=kind)
+    run.stacks.take(LedgerRecord.parse(records[-2]), run.hangs, run.stragglers, run.reporters)
+    assert run.stacks.wanted == set()
+
+
+def test_a_slow_stretch_keeps_the_stacks_of_its_straggler() -> None:
+    ledger = Ledger()
+    for line in lines(late(5, 0.3), 300):
+        wanted(ledger, line, *([[5, 200.0, "40 % train.py:7"]] if line["t"] == 210 and line["source"] == "h1" else []))
+    run = ledger.runs["", "r"]
+    for began, kept in ((150.0, True), (250.0, False)):
+        run.incidents.take_slowdown(Slowdown("slow", "", began, 300.0, 1.0, 8.0))
+        assert bool([*run.incidents.by_number.values()][-1].stacks) == kept
+    assert read_back(run).incidents.by_number[1].stacks == run.incidents.by_number[1].stacks != []
+
+
+def test_another_kind_of_incident_leaves_the_stacks_of_a_straggler_also_after_a_restart() -> None:
+    ledger = Ledger()
+    for line in lines(late(5, 0.3), 300):
+        wanted(ledger, line, *([[5, 200.0, "text"]] if line["t"] == 210 and line["source"] == "h1" else []))
+    run = ledger.runs["", "r"]
+    old = to_json(run)
+    assert old.pop("of_straggler") is True
+    assert len(from_json(old, {}).stacks.rows) == 1
+    for one in (run, read_back(run)):
+        for kind in ("end", "stall"):
+            assert one.incidents._new("", 150.0, 300.0, kind).stacks == []
+        one.incidents.take_slowdown(Slowdown("slow", "", 150.0, 300.0, 1.0, 8.0))
+        assert len([*one.incidents.by_number.values()][-1].stacks) == 1
+
+
+@pytest.mark.parametrize("answered", [True, False])
+def test_the_stacks_of_a_straggler_are_requested_again_after_a_hang(answered: bool) -> None:
+    ledger = Ledger()
+    records = lines(late(5, 0.3), 150)
+    for line in records:
+        wanted(ledger, line, *([[5, 90.0, "text"]] if answered and line["t"] == 90 and line["source"] == "h1" else []))
+    run, last = ledger.runs["", "r"], records[-1]["t"]
+
+    def take(t: float, hang: float | None) -> frozenset[int]:
+        run.hangs.seconds = hang
+        record = LedgerRecord.parse({**records[-1], "t": t})
+        run.stacks.take(record, run.hangs, run.stragglers, run.reporters)
+        return run.stacks.wanted
+
+    assert take(last, 60.0) == frozenset()  # of a hang without a verdict
+    assert (take(last, None) == {0, 5}) == (not answered)
+    assert take(last + AGAIN, None) == {0, 5}
+
+
+@pytest.mark.parametrize(("late_until", "kept"), [(1200.0, False), (9000.0, True)])
+def test_the_stacks_of_a_straggler_are_dropped_an_hour_after_they_were_taken_unless_it_is_still_late(
+    late_until: float, kept: bool
+) -> None:
+    ledger = Ledger()
+    for line in lines(lambda rank, t: late(5, 0.3)(rank, t) if t < late_until else 0.4, KEPT + 600):
+        wanted(ledger, line, *([[5, 90.0, "text"]] if line["t"] == 90 and line["source"] == "h1" else []))
+    assert bool(ledger.runs["", "r"].stacks.rows) == kept

@@ -21,7 +21,19 @@ from flopwatch.ledger.ledger import Ledger
 from flopwatch.ledger.record import MAX_EVIDENCE, LedgerRecord, RecordError
 from flopwatch.ledger.run import RunLedger
 from flopwatch.ledger.tables import attempts_csv, run_table
-from tests.support.histories import A1, Line, account, buckets, figures, finish, read_back, snapshot, start, submitted
+from tests.support.histories import (
+    A1,
+    Line,
+    account,
+    buckets,
+    figures,
+    finish,
+    read_back,
+    samples,
+    snapshot,
+    start,
+    submitted,
+)
 
 
 def run_of(lines: Iterable[Line]) -> RunLedger:
@@ -509,15 +521,15 @@ def test_a_node_that_falls_silent_without_a_word_is_evidence() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("xid", f"evidence: not a list of at most {MAX_EVIDENCE} entries"),
-        ([evidence("xid", 1)] * (MAX_EVIDENCE + 1), f"evidence: not a list of at most {MAX_EVIDENCE} entries"),
-        ([7], "evidence 1: not an object"),
-        ([evidence("xid", 1), {"kind": "xid"}], "evidence 2: t: missing"),
-        ([{"t": 1}], "evidence 1: kind: missing"),
-        ([evidence("xid", float("nan"))], "evidence 1: t: nan is not a finite number"),
-        ([evidence("xid", 1, gpu=["GPU"])], "evidence 1: gpu: not a string of at most 512 characters"),
-        ([evidence("xid", 1, rank=-1)], "evidence 1: rank: -1 is negative"),
-        ([evidence("xid", 1, count="2")], "evidence 1: count: '2' is not a finite number"),
+        ("xid", "evidence: Expected array | null, got str"),
+        ([evidence("xid", 1)] * (MAX_EVIDENCE + 1), f"evidence: Expected array of length <= {MAX_EVIDENCE}"),
+        ([7], "evidence[0]: Expected object, got int"),
+        ([evidence("xid", 1), {"kind": "xid"}], "evidence[1]: Object missing required field t"),
+        ([{"t": 1}], "evidence[0]: Object missing required field kind"),
+        ([evidence("xid", float("nan"))], "evidence[0].t: Expected float >= -1e+30"),
+        ([evidence("xid", 1, gpu=["GPU"])], "evidence[0].gpu: Expected str, got array"),
+        ([evidence("xid", 1, rank=-1)], "evidence[0].rank: Expected int >= 0"),
+        ([evidence("xid", 1, count="2")], "evidence[0].count: Expected float, got str"),
     ],
 )
 def test_evidence_that_is_none_is_refused_with_the_reason(given: Any, message: str) -> None:
@@ -592,7 +604,7 @@ def test_whatever_a_record_holds_is_refused_or_accounted_for(lines: list[Line]) 
             ledger.apply(line)
         except RecordError:
             continue
-        ledger.families(250.0)
+        samples(ledger, 250.0)
         for key, run in list(ledger.runs.items()):
             record = views.figures(run, 250.0)
             assert all(line.isprintable() for line in run_table(record).split("\n"))

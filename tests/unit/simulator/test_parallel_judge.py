@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import json
-import random
 from functools import partial
 
+import numpy as np
 import pytest
 
 from flopwatch.verdicts.stragglers import WINDOWS, judge
 from simulator.__main__ import main
-from simulator.parallel_cases import KINDS
+from simulator.parallel_cases import KINDS, LAYOUTS
 from simulator.parallel_judge import KindOutcomes, Outcome, evaluate, intervals, judged, misnamed_in, table, to_json
-from simulator.parallel_step import Disturbance, Layout, step
+from simulator.parallel_step import Disturbance, Layout, steps
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_of_trouble_is_judged_right(kind: str) -> None:
     found = judged(kind, 1)
     assert (found.right, found.misnamed, found.communicator_right) in ((True, False, True), (True, False, None))
-    assert found.after == (15.0 if kind == "healthy" else None if kind.startswith("missing") else 45.0)
+    # No rank is to blame for the last two, which need an interval more.
+    after = {"healthy": 15.0, "whole leaf": 45.0, "storage jitter": 45.0}
+    assert found.after == (None if kind.startswith("missing") else after.get(kind, 30.0))
 
 
 @pytest.mark.long
@@ -35,16 +37,16 @@ def test_a_hundred_jobs_of_each_kind_are_judged_right_within_a_minute() -> None:
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_no_rank_is_named_in_a_thousand_healthy_hours() -> None:
-    assert misnamed_in(1000) == 0
+    assert sum(misnamed_in(layout, 1000 / len(LAYOUTS)) for layout in LAYOUTS.values()) == 0
 
 
 @pytest.mark.long
 def test_a_late_rank_of_1024_is_named_within_a_minute() -> None:
     layout = Layout(tp=8, pp=4, dp=32)
     for seed in range(1, 4):
-        rank, noise = 100 * seed, partial(random.Random(seed).gauss, 1.0, 0.02)
+        rank, noise = 100 * seed, partial(np.random.default_rng(seed).normal, 1.0, 0.02)
         late = Disturbance({rank: 1.2}, noise=noise)
-        found = judge(list(intervals(step(layout, late) for _ in range(6 * WINDOWS[0][0]))))
+        found = judge(list(intervals(steps(layout, [late] * (6 * WINDOWS[0][0])))))
         assert [(one.rank, one.communicator) for one in found.suspects] == [(rank, layout.finest(rank))]
 
 

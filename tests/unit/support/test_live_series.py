@@ -31,6 +31,11 @@ def test_a_counter_moves_all_the_time_and_a_gauge_at_its_samples() -> None:
     assert Series("a", "", 60, (0, 60)).at(15) == 0
 
 
+def test_a_counter_moves_on_after_its_last_sample_before_a_gap() -> None:
+    counter = Series("a_total", "", 60, (None, 10, 70, None, 100, 40, None, 5))
+    assert [counter.at(t) for t in (30, 90, 150, 180, 270, 330, 450, 480)] == [None, 40, 100, None, 100, 40, 5, None]
+
+
 def test_each_rule_test_has_places_of_its_own_and_a_time_is_one_of_today(tmp_path: Path) -> None:
     (tmp_path / "One.yaml").write_text("""
 tests:

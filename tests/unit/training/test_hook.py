@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -24,7 +26,9 @@ from flopwatch.training import Run
 from flopwatch.training.process import stuck_frames
 from flopwatch.training.process.launcher import Process
 from flopwatch.training.push import pusher
+from flopwatch.training.push.otlp import Wire
 from flopwatch.training.push.snapshot import SLICE
+from flopwatch.training.recorder import Snapshot
 from flopwatch.training.timeline import ACTIVITIES, DECLARED
 from flopwatch.training.totals import DURATION_BOUNDS
 from tests.support import TESTS
@@ -84,6 +88,7 @@ EXPECTED_SAMPLES = {
     "training_measured_step_seconds_total": 0.0,
     "training_measured_steps_total": 0.0,
     "training_measured_tokens_total": 0.0,
+    "training_computing_square_seconds_total": 0.0,
     "training_sampled_every_steps": 1.0,
     "training_nonfinite_total{value=loss}": 0.0,
     "training_loss_spikes_total": 0.0,
@@ -167,7 +172,7 @@ def test_the_last_push_reports_exactly_what_the_loop_did(monkeypatch: pytest.Mon
         after = time.time()
     assert push.path == "/v1/metrics"
     assert push.headers["Content-Type"] == "application/x-protobuf"
-    assert push.headers["Content-Encoding"] == "gzip"
+    assert "Content-Encoding" not in push.headers
     # After 30 s before Run(), 10 s, a restore of 5 s, two batches of 1 s and two steps of 4 s with 8 s between them.
     start = push.resource["flopwatch.start_unix"]
     assert push.samples.pop("training_last_step_timestamp_seconds") == pytest.approx(start + 63, abs=1e-3)
@@ -297,6 +302,48 @@ def test_the_last_word_reaches_an_exporter_that_restarts_meanwhile(monkeypatch: 
         with HookServer(port) as second:
             assert second.wait_for(lambda push: True).resource["flopwatch.status"] == "completed"
             ended.join()
+
+
+def pause(monkeypatch: pytest.MonkeyPatch, host: str, now: float, interval: float = 5.0) -> float:
+    """Return the seconds until a rank of a host pushes again after a push at `now` on the wall clock."""
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "time", lambda: now)
+        wire = Wire("http://127.0.0.1:9", 0.0, None)
+        return pusher.Pusher(wire, interval, lambda: Snapshot({}, {}, None), print, print, host)._pause()
+
+
+def test_the_ranks_of_a_host_push_at_the_same_moments_and_other_hosts_at_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    starts = [1e9 + rank * 0.7 for rank in range(8)]
+    moments = {host: {round((at + pause(monkeypatch, host, at)) % 5, 3) for at in starts} for host in ("a", "b", "c")}
+    assert [len(found) for found in moments.values()] == [1, 1, 1]
+    assert len(set.union(*moments.values())) == 3
+    first = 1e9 + pause(monkeypatch, "a", 1e9)
+    for late in (-0.003, 0.0, 0.02, 2.0):  # the wall clock is adjusted meanwhile, or a push takes long
+        assert late + pause(monkeypatch, "a", first + late) == pytest.approx(5.0, abs=1e-5)
+
+
+def test_a_step_of_the_wall_clock_neither_stalls_the_pushes_nor_speeds_them_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    for now in (0.0, -1e9, 1e9 - 3600, 1e9 + 3600.123, 2.0**60, *(1e9 + part / 7 for part in range(70))):
+        for interval in (0.1, 5.0, 3600.0):
+            assert 0.099 < pause(monkeypatch, "a", now, interval) / interval < 1.101
+    assert pause(monkeypatch, "a", 1e9, math.inf) == threading.TIMEOUT_MAX
+
+
+def test_a_rank_waits_until_the_moment_of_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    phases = list[float]()
+
+    def pause(of: pusher.Pusher) -> float:
+        phases.append(of._phase)
+        return 0.05
+
+    monkeypatch.setattr(pusher.Pusher, "_pause", pause)
+    with HookServer() as server:
+        run = Run("lm", endpoint=server.url, push_interval=3600, environ={"FLOPWATCH_HOST": "n1"})
+        until(lambda: len(server.pushes) >= 3)
+        run.finish()
+    assert {*phases} == {zlib.crc32(b"n1") / 2**32}
 
 
 def test_settings_come_from_the_environment_where_arguments_are_silent() -> None:
@@ -668,6 +715,14 @@ def test_a_wait_counts_only_in_an_ordinary_step(
     assert value(snapshot, "training_collective_wait_seconds_total") == wait
     assert value(snapshot, "training_measured_step_seconds_total") == measured_seconds
     assert value(snapshot, "training_measured_steps_total") == measured_steps
+
+
+def test_the_squares_of_measured_steps_leave_out_their_waits() -> None:
+    clock = Clock()
+    run = silent(clock)
+    run.step()  # startup
+    steps_with_waits(run, clock, [(1.0, 0.25, None), (1.5, 0.5, None), (2.0, None, None), (1.0, 0.25, None)])
+    assert value(run.snapshot(), "training_computing_square_seconds_total") == 1.0**2 + 0.75**2
 
 
 def test_steps_that_become_longer_for_good_are_measured_again() -> None:

@@ -53,3 +53,40 @@ def test_two_of_three_that_are_behind_are_not_named() -> None:
     three = Communicator("dp", (0, 1, 2))
     states = {rank: RankState("h", {three: number}) for rank, number in enumerate((5, 4, 4))}
     assert judge(states).suspects == ()
+
+
+def test_a_rank_that_has_not_sent_is_missing_in_the_pipeline() -> None:
+    # Stages 0 to 3. Rank 1 stopped before it sent the fourth message, for which rank 2 waits, and so does rank 3.
+    forward = [Communicator("pp_forward", (rank, rank + 1)) for rank in range(3)]
+    backward = [Communicator("pp_backward", (rank, rank + 1)) for rank in range(3)]
+    found = judge(
+        called(
+            {forward[0]: 4, backward[0]: 1},
+            {forward[0]: 4, forward[1]: 3, backward[0]: 0},
+            {forward[1]: 4, forward[2]: 3},
+            {forward[2]: 4},
+        )
+    )
+    assert found.suspects == (HangSuspect(1, "h0", 1 / 1.2, ("sequence",), Communicator("pp", (0, 1))),)
+
+
+def test_a_rank_in_a_tensor_group_that_waits_for_a_message_is_not_missing() -> None:
+    # Ranks 0 and 1 are one stage, 2 and 3 the next. Rank 1 has not sent what rank 3 waits for, and so rank 2 waits.
+    one, two = Communicator("pp_forward", (0, 2)), Communicator("pp_forward", (1, 3))
+    back = Communicator("pp_backward", (0, 2))
+    found = judge(called({TP: 4, one: 4, back: 1}, {TP: 4, two: 3}, {OTHER: 4, one: 4}, {OTHER: 3, two: 4}))
+    assert [(named.rank, named.communicator) for named in found.suspects] == [(1, Communicator("pp", (1, 3)))]
+
+
+def test_a_missing_rank_that_has_asked_for_its_next_message_early_is_named_by_its_collectives() -> None:
+    forward = Communicator("pp_forward", (1, 3))
+    backward = [Communicator("pp_backward", (rank, rank + 2)) for rank in range(2)]
+    found = judge(
+        called(
+            {TP: 4, backward[0]: 1},
+            {TP: 4, backward[1]: 1, forward: 4},
+            {OTHER: 4, backward[0]: 0},
+            {OTHER: 3, backward[1]: 0, forward: 5},
+        )
+    )
+    assert [(named.rank, named.communicator) for named in found.suspects] == [(3, OTHER)]

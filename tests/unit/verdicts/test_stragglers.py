@@ -6,10 +6,11 @@ from collections.abc import Mapping
 
 import pytest
 
-from flopwatch.verdicts.stragglers import WINDOWS, StragglerVerdict, judge
+from flopwatch.verdicts.stragglers import NO_RANK, StragglerVerdict, judge
 from flopwatch.verdicts.waits import Communicator, Interval
 from simulator.parallel_judge import intervals
 from simulator.parallel_step import Disturbance, Layout, step
+from tests.support.waits import interval_of
 
 SIXTEEN = Layout(tp=4, dp=2, pp=2)
 SLOW_STAGE = dict.fromkeys(SIXTEEN.stage(1), 1.2)
@@ -17,14 +18,14 @@ ALL = Communicator("dp", (0, 1, 2, 3))
 
 
 def verdict(slow: Mapping[int, float]) -> StragglerVerdict:
-    steps = [step(SIXTEEN, Disturbance(slow=slow))] * (6 * WINDOWS[0][0])
+    steps = [step(SIXTEEN, Disturbance(slow=slow))] * (6 * NO_RANK)
     return judge(list(intervals(iter(steps))))
 
 
 def waiting(*shares: list[float], tokens: Mapping[int, float] | None = None, steps: float = 6) -> list[Interval]:
     """Return intervals with these waits of ranks 0 to 3 in one group."""
     return [
-        Interval.of(steps, 2.5, {rank: {ALL: share} for rank, share in enumerate(each)}, tokens or {})
+        interval_of(steps, 2.5, {rank: {ALL: share} for rank, share in enumerate(each)}, tokens or {})
         for each in shares
     ]
 
@@ -47,9 +48,15 @@ def test_the_worked_examples_are_judged_as_their_authors_do() -> None:
 
 def test_too_few_steps_are_no_verdict() -> None:
     late = [0.0, 0.3, 0.3, 0.3]
-    assert judge(waiting(late, late)).why == "2 measured intervals are too few"
+    assert judge(waiting(late)).why == "1 measured intervals are too few"
     assert judge(waiting(late, late, late, steps=1)).why == "3 measured steps are too few"
-    assert named(judge(waiting(late, late, late))) == ("rank", [0])
+    assert named(judge(waiting(late, late))) == ("rank", [0])
+
+
+def test_two_intervals_that_agree_by_chance_name_no_rank() -> None:
+    late, well, other = [0.0, 0.3, 0.3, 0.3], [0.3, 0.3, 0.3, 0.3], [0.3, 0.1, 0.3, 0.2]
+    assert named(judge(waiting(well, well, late, late))) == ("rank", [0])
+    assert named(judge(waiting(well, other, well, other, late, late))) == ("imbalance", [])
 
 
 def test_a_case_that_is_less_clear_needs_more_intervals() -> None:

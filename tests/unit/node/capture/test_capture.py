@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 
 import flopwatch
 from flopwatch.__main__ import main
+from flopwatch.http.exposition import Exposition
 from flopwatch.node.capture import Capture, capture
 from flopwatch.node.capture.masking import PID_MAX, Masker
 from flopwatch.node.capture.recorder import Recorder
 from flopwatch.node.collectors.infiniband import Infiniband
 from flopwatch.node.collectors.nvml import Nvml
-from flopwatch.node.scrape.exposition import Exposition
 from flopwatch.settings import SettingsError
 from flopwatch.simulate.pynvml import Simulation
 from simulator import nvml_replay as replay

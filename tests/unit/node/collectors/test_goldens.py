@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from flopwatch.catalogue import Sample
+from flopwatch.http.exposition import Exposition
 from flopwatch.node.collectors.infiniband import Infiniband
 from flopwatch.node.collectors.nvml import Nvml
-from flopwatch.node.scrape.exposition import Exposition
 from simulator import nvml_replay as replay
 from tests.captures.convert import SOURCES, convert
 from tests.support import TESTS

@@ -790,7 +790,7 @@ def test_a_gpu_that_nvml_does_not_even_count_is_unreadable_only_without_its_devi
 ) -> None:
     collector().read()
     library = Simulation(node.root)
-    library.nvmlDeviceGetCount = lambda: 7  # type: ignore[method-assign]
+    library.nvmlDeviceGetCount = lambda: 7  # type: ignore[attr-defined]
     if withheld:
         node.blind(7)
     driver = collector(library)
@@ -808,7 +808,7 @@ def test_a_node_whose_gpus_have_all_lost_their_device_files_is_blind(
 ) -> None:
     collector().read()
     library = Simulation(node.root)
-    library.nvmlDeviceGetCount = lambda: 0  # type: ignore[method-assign]
+    library.nvmlDeviceGetCount = lambda: 0  # type: ignore[attr-defined]
     for gpu in range(8):
         node.blind(gpu)
     with pytest.raises(AccessLost, match="no GPU's device file can be opened") as raised:
@@ -1286,7 +1286,7 @@ def test_each_clock_is_the_one_in_its_name(node: SimulatedNode, collector: Calla
     names = ("GRAPHICS", "SM", "MEM", "VIDEO")
     numbers = {getattr(pynvml, f"NVML_CLOCK_{name}"): place for place, name in enumerate(names)}
     library.nvmlDeviceGetClockInfo = lambda handle, clock: 100 + numbers[clock]  # type: ignore[method-assign]
-    library.nvmlDeviceGetMaxClockInfo = lambda handle, clock: 200 + numbers[clock]  # type: ignore[method-assign]
+    library.nvmlDeviceGetMaxClockInfo = lambda handle, clock: 200 + numbers[clock]  # type: ignore[attr-defined]
     samples = collector(library).read()
     now = (GPU_GRAPHICS_CLOCK_HERTZ, GPU_SM_CLOCK_HERTZ, GPU_MEMORY_CLOCK_HERTZ, GPU_VIDEO_CLOCK_HERTZ)
     assert [of(samples, row)[()] for row in now] == [100, 101, 102, 103]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pynvml
@@ -25,6 +24,7 @@ from flopwatch.catalogue import (
 )
 from flopwatch.node.collectors.nvml.fields import (
     CLOCK_EVENTS,
+    ENTRY,
     FABRIC_CONFIGURATION_SHIFT,
     FABRIC_FAULTS,
     FAST,
@@ -41,6 +41,7 @@ from flopwatch.node.collectors.nvml.fields import (
     PER_LINK,
     SLOW,
     VALUE_MEMBERS,
+    Entry,
     Links,
     NvmlField,
     bit_error_ratio,
@@ -219,11 +220,17 @@ SERIES = {
 }
 
 
-def value(kind: int, content: float) -> Any:
-    """Return an nvmlFieldValue_t of this type."""
+def value(kind: int, content: float) -> Entry:
+    """Return the entry of an nvmlFieldValue_t of this type."""
     result = pynvml.c_nvmlFieldValue_t(valueType=kind)
     setattr(result.value, VALUE_MEMBERS[kind], content)
-    return result
+    return entry(result)
+
+
+def entry(result: Any) -> Entry:
+    """Return the entry of an nvmlFieldValue_t."""
+    [only] = ENTRY.iter_unpack(result)
+    return only
 
 
 def links(link_numbers: dict[int, list[float | None]]) -> dict[tuple[int, int], float]:
@@ -350,9 +357,9 @@ def test_a_number_is_read_from_the_member_its_type_names(
 def test_an_integer_that_the_driver_declares_as_a_double_is_read_as_an_integer(
     content: int, timestamp: int, signed: bool, expected: float | None
 ) -> None:
-    entry = pynvml.c_nvmlFieldValue_t(valueType=pynvml.NVML_VALUE_TYPE_DOUBLE, timestamp=timestamp)
-    entry.value.ullVal = content
-    assert number(entry, signed) == expected
+    result = pynvml.c_nvmlFieldValue_t(valueType=pynvml.NVML_VALUE_TYPE_DOUBLE, timestamp=timestamp)
+    result.value.ullVal = content
+    assert number(entry(result), signed) == expected
 
 
 def test_infinity_is_no_number() -> None:
@@ -360,7 +367,7 @@ def test_infinity_is_no_number() -> None:
 
 
 def test_a_type_this_release_does_not_know_is_no_number() -> None:
-    assert number(SimpleNamespace(valueType=7, value=None)) is None
+    assert number(entry(pynvml.c_nvmlFieldValue_t(valueType=7))) is None
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,8 @@ from flopwatch.node.collectors.nvml import Nvml
 from flopwatch.node.health import driver_lines
 from flopwatch.node.health.nvml_answers import RecordedNvml
 from flopwatch.settings import ExporterSettings
-from flopwatch.simulate.lies import LIES
 from flopwatch.simulate.pynvml import Simulation
-from simulator.host import SimulatedNode
+from simulator.host import LIES, SimulatedNode
 
 START = 1_700_000_400.0  # a multiple of ten minutes
 INTERVAL = 15  # seconds between two scrapes

@@ -26,7 +26,7 @@ from flopwatch.node.collectors import RestartReader, Unsupported
 from flopwatch.node.collectors.xid import Xid, nvml_events
 from flopwatch.node.collectors.xid.counts import MAX_CODES
 from flopwatch.node.collectors.xid.nvml_events import NvmlEvent, Watcher
-from flopwatch.simulate.pynvml import load
+from flopwatch.simulate.pynvml import Simulation
 from flopwatch.simulate.sources import xid as simulated
 from simulator.host import SimulatedNode
 from tests.support.machine import PATIENCE, until
@@ -445,7 +445,7 @@ def test_a_simulated_gpu_that_falls_off_the_bus_is_lost_after_its_event(
 ) -> None:
     node = SimulatedNode(tmp_path)
     node.create()
-    nvml = load(node.root)
+    nvml = Simulation(node.root)
     nvml.nvmlInit()
     events = nvml.nvmlEventSetCreate()
     gpu = nvml.nvmlDeviceGetHandleByIndex(6)

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import promql_parser
 import pytest
-from prometheus_client import CollectorRegistry
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_families
 from prometheus_client.parser import text_string_to_metric_families as text_families
 
@@ -18,7 +17,7 @@ from flopwatch import catalogue as m
 from flopwatch.catalogue import Metric, Sample
 from flopwatch.node.scrape.compat import ALIASES, GENERATIONS, Compatibility
 from flopwatch.node.scrape.reader import Reading
-from flopwatch.node.scrape.scrape import Scrape
+from flopwatch.node.scrape.scrape import Registry, Scrape
 from flopwatch.settings import ExporterSettings, SettingsError
 from tests.support import TESTS
 from tests.support.simulated_host import Node
@@ -445,7 +444,7 @@ def test_a_page_with_foreign_names_parses_in_both_formats(tmp_path: Path, genera
     source = FixedSource(node.samples())
 
     async def pages() -> list[str]:
-        scrape = Scrape([source], [], ExporterSettings(expose=generation), CollectorRegistry(), lambda: node.now)
+        scrape = Scrape([source], [], ExporterSettings(expose=generation), Registry(), lambda: node.now)
         bodies = []
         for _ in range(2):
             bodies += [(await scrape.metrics(openmetrics=openmetrics)).decode() for openmetrics in (False, True)]
@@ -465,7 +464,7 @@ def test_a_page_with_foreign_names_parses_in_both_formats(tmp_path: Path, genera
 def test_without_the_flag_there_are_no_foreign_names() -> None:
     async def page() -> bytes:
         scrape = Scrape(
-            [FixedSource([info(), (m.GPU_TEMPERATURE_CELSIUS, GPU, 58)])], [], ExporterSettings(), CollectorRegistry()
+            [FixedSource([info(), (m.GPU_TEMPERATURE_CELSIUS, GPU, 58)])], [], ExporterSettings(), Registry()
         )
         body = await scrape.metrics()
         scrape.close()

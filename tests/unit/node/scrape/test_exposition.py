@@ -14,16 +14,8 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 
 from flopwatch import catalogue as m
 from flopwatch.catalogue import Metric, Sample, all_metrics
-from flopwatch.node.scrape import exposition
-from flopwatch.node.scrape.exposition import (
-    OPENMETRICS,
-    TEXT,
-    Exposition,
-    content_type,
-    family,
-    gzip_accepted,
-    help_text,
-)
+from flopwatch.http import exposition
+from flopwatch.http.exposition import OPENMETRICS, TEXT, Exposition, content_type, family, gzip_accepted, help_text
 
 Series = dict[tuple[str, frozenset[tuple[str, str]]], float]
 

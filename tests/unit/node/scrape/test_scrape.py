@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from prometheus_client import CollectorRegistry
 from prometheus_client.openmetrics import parser as openmetrics_parser
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
@@ -25,6 +24,7 @@ from flopwatch.node.scrape.scrape import (
     ANSWER_MARGIN,
     BUDGETS,
     MIG,
+    Registry,
     SampleSource,
     Scrape,
     _owner,
@@ -91,7 +91,8 @@ def raising(deadline: float) -> Reading:
 
 
 def scraping(*sources: SampleSource, clock: Callable[[], float] = time.monotonic, deadline: float = PATIENCE) -> Scrape:
-    return Scrape(sources, [], ExporterSettings(scrape_deadline=deadline, stale_after=30), CollectorRegistry(), clock)
+    settings = ExporterSettings(scrape_deadline=deadline, stale_after=30, series="full")
+    return Scrape(sources, [], settings, Registry(), clock)
 
 
 async def values(scrape: Scrape, timeout: float | None = None) -> dict[str, float]:
@@ -260,7 +261,7 @@ def test_scrapes_at_the_same_time_share_one_read_and_so_do_those_within_a_second
 def test_what_is_in_memory_is_read_for_every_scrape() -> None:
     async def story() -> None:
         source = Scripted("training", good(TEMPERATURE))
-        scrape = Scrape([], [source], ExporterSettings(), CollectorRegistry())
+        scrape = Scrape([], [source], ExporterSettings(), Registry())
         for _ in range(3):
             await scrape.collect()
         assert len(source.deadlines) == 3
@@ -477,7 +478,7 @@ def test_what_follows_from_the_samples_is_served_with_them() -> None:
         [Scripted("nvml", good(TEMPERATURE))],
         [Scripted("training", good(PORT))],
         ExporterSettings(),
-        CollectorRegistry(),
+        Registry(),
         also=lambda: [released],
         derive=derive,
     )
@@ -491,7 +492,7 @@ def test_a_mistake_in_what_follows_costs_only_that() -> None:
     def derive(samples: Sequence[Sample]) -> list[Sample]:
         raise ZeroDivisionError
 
-    scrape = Scrape([Scripted("nvml", good(TEMPERATURE))], [], ExporterSettings(), CollectorRegistry(), derive=derive)
+    scrape = Scrape([Scripted("nvml", good(TEMPERATURE))], [], ExporterSettings(), Registry(), derive=derive)
     served = asyncio.run(values(scrape))
     assert served['gpu_temperature_celsius{gpu="0",uuid="GPU-a"}'] == 41
     assert served['flopwatch_collector_success{collector="verdict"}'] == 0

@@ -64,6 +64,17 @@ def test_numbers_that_are_not_read_are_none(
     assert host.activity.since(GPU, 100.1) is None
 
 
+def test_a_gpu_lacks_readings_until_it_has_two_since_the_step_began() -> None:
+    host = Host()
+    assert not host.activity.lacks(0), "no GPU is read"
+    busy = read(m.GPU_UTILIZATION_RATIO, 1.0)
+    host.scrape(busy, at=10)
+    host.scrape(busy, read(m.GPU_UTILIZATION_RATIO, 1.0, OTHER), at=20)
+    assert host.activity.lacks(5), "the other GPU was read once"
+    host.scrape(busy, read(m.GPU_UTILIZATION_RATIO, 1.0, OTHER), at=30)
+    assert [host.activity.lacks(since) for since in (5, 20, 25)] == [False, False, True]
+
+
 def test_power_is_compared_with_the_highest_of_the_hour_before_the_step() -> None:
     host = Host()
     began = 10_000.0

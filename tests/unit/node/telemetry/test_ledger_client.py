@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import json
+from base64 import b64encode
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry
 
-from flopwatch.node.telemetry.ledger_client import AGAIN, SPREAD, URGENT, Outcomes, Remote, urgent_state
-from flopwatch.node.telemetry.ranks import Record
+from flopwatch.node.scrape.scrape import Registry
+from flopwatch.node.telemetry.attempts import Record
+from flopwatch.node.telemetry.ledger_client import (
+    AGAIN,
+    BUSY,
+    EARLY_EVERY,
+    LONG,
+    MAX_EARLY,
+    SPREAD,
+    URGENT,
+    Outcomes,
+    Remote,
+    urgent_state,
+)
+from tests.support.ledger_server import ledger_server
+from tests.support.machine import PATIENCE
 
-INTERVAL, LIMIT = 20.0, 15.0
+INTERVAL, LIMIT, PUSH = 20.0, 15.0, 5.0
 XID = {"kind": "xid", "t": 1.0, "count": 1, "gpu": "GPU-a", "detail": "79"}
 DOWN = {"kind": "link_down", "t": 1.0, "count": 1, "port": "mlx5_0:1"}
 
@@ -28,12 +42,15 @@ class Client(Remote):
     """Client of a remote ledger that accepts all records, with a clock that the test moves."""
 
     def __init__(self, spool: Path) -> None:
-        self.time, self.sent = 1000.0, list[int]()
-        outcomes = Outcomes(CollectorRegistry())
+        self.time, self.sent, self.early, self.answers_after = 1000.0, list[int](), list[float](), 0.0
+        self.total = [0.0, 0.0]  # measured steps and their seconds
+        outcomes = Outcomes(Registry())
         super().__init__("http://ledger", None, spool, outcomes, interval=INTERVAL, clock=lambda: self.time)
 
     def _post(self, body: bytes, timeout: float) -> tuple[int, str]:
         self.sent += [record["step"] for record in json.loads(body)]
+        self.early += [self.time for record in json.loads(body) if record.get("early")]
+        self.time += self.answers_after
         return 200, '{"accepted": 1}'
 
     def push(self, step: int, run: str = "lm", **change: Any) -> None:
@@ -46,6 +63,17 @@ class Client(Remote):
         self.time += seconds
         self.flush()
         return [*self.sent]
+
+    def runs(self, seconds: float, step: float) -> list[float]:
+        """Let two ranks push every 5 s while a step takes so long. Return when records were sent early since then."""
+        began = self.time
+        while self.time < began + seconds:
+            self.time += PUSH
+            self.total = [self.total[0] + PUSH / step, self.total[1] + PUSH]
+            steps = int(self.total[0])
+            self.push(steps, waits=[[rank, "", 0.0, steps, steps / self.total[0] * self.total[1]] for rank in (0, 1)])
+            self.flush()
+        return [round(at - began) for at in self.early if at > began]
 
 
 @pytest.fixture
@@ -65,8 +93,9 @@ def client(tmp_path: Path) -> Client:
         ({"evidence": [XID]}, {"evidence": [{**XID, "gpu": "GPU-b"}, XID]}),
         ({}, {"evidence": [DOWN]}),
         ({}, {"gone": True}),
+        (opened(LIMIT + 1), {**opened(LIMIT + 1), "stacks": [[0, 1.0, "text"]]}),
     ],
-    ids=["overdue", "sign", "no sign", "step ended", "Xid", "other Xid", "other GPU", "port", "gone"],
+    ids=["overdue", "sign", "no sign", "step ended", "Xid", "other Xid", "other GPU", "port", "gone", "stacks"],
 )
 def test_a_change_that_an_incident_may_begin_with_is_sent_before_the_interval_is_over(
     client: Client, before: Record, after: Record
@@ -125,7 +154,75 @@ def test_a_change_after_an_idle_interval_is_sent_at_once(client: Client) -> None
     assert client.passes(URGENT) == [2]
 
 
-def test_an_overdue_step_is_urgent_twice_and_each_time_it_has_lasted_as_long_again() -> None:
+def test_an_overdue_step_is_urgent_four_times_and_when_it_has_lasted_as_long_again() -> None:
     states = [urgent_state(opened(seconds)) for seconds in range(9, 200)]
     urgent = [10 + n for n, (one, following) in enumerate(pairwise(states)) if one != following]
-    assert urgent == [LIMIT, LIMIT + AGAIN, 2 * LIMIT, 3 * LIMIT]
+    assert urgent == [LIMIT, LIMIT + AGAIN, LIMIT + 2 * AGAIN, 2 * LIMIT, 3 * LIMIT]
+
+
+def test_a_change_is_sent_soon_after_the_ledger_could_not_be_reached(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as away:
+        away.setattr(client, "_post", lambda body, timeout: (503, ""))
+        client.push(1)
+        client.passes(INTERVAL)
+        client.push(2)
+        client.passes(5 * INTERVAL)  # the next try is 20 s after or later
+    client.push(3, evidence=[XID])
+    assert client.passes(AGAIN) == [3]
+
+
+def test_records_are_sent_with_each_push_once_steps_take_longer(client: Client) -> None:
+    assert client.runs(300, step=0.5) == []
+    assert client.runs(40, step=0.6) == [5, 10, 15, 20, 25, 30, 35, 40]
+
+
+@pytest.mark.parametrize("step", [0.4, 0.5, 0.52], ids=["shorter", "as long", "hardly longer"])
+def test_records_are_not_sent_early_unless_steps_take_longer(client: Client, step: float) -> None:
+    client.runs(300, step=0.5)
+    assert client.runs(120, step) == []
+
+
+def test_a_sample_has_two_steps_or_more(client: Client) -> None:
+    client.runs(300, step=2.6)
+    early = client.runs(40, step=3.3)
+    assert early
+    assert min(later - one for one, later in pairwise(early)) >= 2 * PUSH
+
+
+def test_steps_that_are_long_have_no_records_sent_early(client: Client) -> None:
+    client.runs(300, step=LONG)
+    assert client.runs(300, step=1.5 * LONG) == []
+
+
+def test_steps_that_vary_for_hours_have_few_records_sent_early(client: Client) -> None:
+    client.runs(300, step=0.5)
+    early = [at for _ in range(60) for at in (client.runs(30, step=1.0), client.runs(30, step=0.5))]
+    assert MAX_EARLY < sum(map(len, early)) <= MAX_EARLY + 60 * 60 / EARLY_EVERY
+
+
+def test_ranks_that_restart_have_no_records_sent_early(client: Client) -> None:
+    client.runs(300, step=0.5)
+    client.total = [0.0, 0.0]
+    client.push(0)
+    assert client.runs(300, step=0.5) == []
+
+
+def test_a_busy_ledger_receives_no_early_records(client: Client) -> None:
+    client.runs(300, step=0.5)
+    client.answers_after = 2 * BUSY
+    assert len(client.runs(40, step=0.6)) == 1
+
+
+def test_a_user_in_the_url_is_sent_as_the_authorization(tmp_path: Path) -> None:
+    with ledger_server() as (url, received):
+        remote = Remote(url.replace("//", "//node:k%40y@"), None, tmp_path, Outcomes(Registry()))
+        assert remote._post(b"[]", PATIENCE) == (200, '{"accepted": 0}')
+    assert received == [(f"Basic {b64encode(b'node:k@y').decode()}", [])]
+
+
+@pytest.mark.parametrize("url", ["http://[::1", "http://ledger:port", "http://127.0.0.1:1", "http://a..b"])
+def test_a_ledger_that_cannot_be_reached_is_an_error_of_the_request_alone(tmp_path: Path, url: str) -> None:
+    with pytest.raises((OSError, ValueError), match=r"."):
+        Remote(url, None, tmp_path, Outcomes(Registry()))._post(b"[]", PATIENCE)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry
 
 from flopwatch import catalogue as m
 from flopwatch.catalogue import Metric, Sample
+from flopwatch.ledger.store import Store
+from flopwatch.node.scrape.scrape import Registry
 from flopwatch.node.telemetry import open_step
+from flopwatch.node.telemetry.attempts import Record
 from flopwatch.node.telemetry.evidence import EvidenceLog
+from flopwatch.node.telemetry.ledger_client import Embedded, Forward, Outcomes
 from flopwatch.node.telemetry.open_step import GpuActivity, HostParts, RankOfHost, StepClock
 from flopwatch.node.telemetry.otlp import Push
 from flopwatch.node.telemetry.process_exit import ProcessWatch
-from flopwatch.node.telemetry.ranks import Record, Telemetry
+from flopwatch.node.telemetry.ranks import Telemetry
 from flopwatch.settings import ExporterSettings
 from tests.support.otlp_by_hand import START, counter, gauge, process, request
 
@@ -187,6 +191,21 @@ def test_a_gpu_of_two_runs_or_one_that_is_lost_gives_no_reading() -> None:
     assert row(HostParts(activity))[3:] == [["gpu"], None]
 
 
+@pytest.mark.parametrize(("busy", "silent_from"), [(0.0, 21), (0.02, 51)])
+def test_a_rank_on_an_idle_gpu_is_silent_earlier(busy: float, silent_from: int) -> None:
+    clock = Clock()
+    activity = GpuActivity(clock)
+    for clock.now in (110.0, 112.0):
+        activity.observe(gpu(busy, 70.0, 10.0, clock.now))
+
+    def signs(age: float) -> Any:
+        found: Any = open_step.field_of({3: rank(OPEN, 100)}, None, 100 + age, 0.0, HostParts(activity))
+        return found["ranks"][0][3]
+
+    assert next(age for age in range(15, 60) if signs(age)) == silent_from
+    assert signs(60) == ["silent"]
+
+
 def test_a_critical_xid_breaks_a_gpu_and_a_port_is_down_until_it_is_up_again() -> None:
     log = EvidenceLog(lambda: START)
 
@@ -215,7 +234,7 @@ class Node:
         self.clock = Clock()
         self.clock.now = START + 100
         settings = ExporterSettings(host="node-7", rank_timeout=300)
-        self.telemetry = Telemetry(settings, CollectorRegistry(), clock=self.clock, now=self.clock)
+        self.telemetry = Telemetry(settings, Registry(), clock=self.clock, now=self.clock)
 
     def push(self, step_seconds: float, steps: float = 50) -> None:
         at = self.clock()
@@ -248,6 +267,25 @@ def test_a_late_step_is_reported_with_each_push_and_every_five_seconds_without_o
     (record,) = node.due()
     assert record["open_step"]["seconds"] == 15
     assert record["open_step"]["t"] == START + 115
+
+
+def test_the_gpus_are_read_twice_for_a_late_step_and_then_no_more(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    node = Node()
+    ledger = Embedded(Store(tmp_path / "ledger.sqlite"), Outcomes(Registry()))
+    activity = node.telemetry._evidence_log.activity
+    monkeypatch.setattr(activity, "_clock", node.clock)
+    forward = Forward(node.telemetry, ledger, clock=node.clock, read=lambda: activity.observe(gpu(1.0, 200.0, 0.0)))
+    activity.observe(gpu(1.0, 200.0, 0.0))
+    node.push(100.0)
+    read = []
+    for _ in range(30):
+        node.clock.now += 1
+        before = len(activity._gpus["GPU-3"].readings)
+        forward._send_changes()
+        read += [node.clock.now - START - 100] * (len(activity._gpus["GPU-3"].readings) - before)
+    assert read == [9, 11]
 
 
 def test_a_rank_that_falls_silent_or_is_blocked_is_reported_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,22 +20,23 @@ from google.protobuf.json_format import MessageToJson
 from hypothesis import given
 from hypothesis import strategies as st
 from opentelemetry.proto.metrics.v1.metrics_pb2 import ResourceMetrics
-from prometheus_client import CollectorRegistry
 
 from flopwatch import catalogue as m
 from flopwatch.catalogue import Sample
+from flopwatch.http.exposition import Exposition
 from flopwatch.ledger.record import LedgerRecord
 from flopwatch.ledger.store import Store
 from flopwatch.node.collectors import StateFile
-from flopwatch.node.scrape.exposition import Exposition
+from flopwatch.node.scrape.scrape import Registry
 from flopwatch.node.telemetry import ledger_client as forwarding
 from flopwatch.node.telemetry import otlp, process_exit
 from flopwatch.node.telemetry.admission import MAX_NAMES, MAX_RANKS, MAX_RUNS, own_pid_namespace
+from flopwatch.node.telemetry.attempts import Record
 from flopwatch.node.telemetry.evidence import EvidenceLog
 from flopwatch.node.telemetry.ledger_client import Embedded, Forward, Outcomes, Remote
 from flopwatch.node.telemetry.open_step import GpuActivity
 from flopwatch.node.telemetry.otlp import JSON, MAX_BYTES, PROTOBUF, Push, Refused
-from flopwatch.node.telemetry.ranks import Record, Telemetry
+from flopwatch.node.telemetry.ranks import Telemetry
 from flopwatch.settings import ExporterSettings
 from tests.support.ledger_server import eventually, ledger_server
 from tests.support.machine import PATIENCE, reserved_port, until
@@ -47,7 +48,7 @@ class Node:
     """An exporter's telemetry with clocks the test moves."""
 
     def __init__(self, gpus: dict[str, str] | None = None) -> None:
-        self.registry = CollectorRegistry()
+        self.registry = Registry()
         self.time = START + 100
         self.evidence_log = EvidenceLog(lambda: self.time, GpuActivity(lambda: self.time))
         self.telemetry = Telemetry(
@@ -263,6 +264,13 @@ def test_a_rank_is_served_until_it_has_not_pushed_for_the_timeout() -> None:
     assert node.steps() == {}
 
 
+def test_the_doctor_learns_how_many_ranks_keep_their_last_operations() -> None:
+    node = Node()
+    for rank, status in enumerate(("on", "on", "off", "a lie that takes room")):
+        node.push(training(10, 5, START + 6, rank=rank, flight_recorder=status))
+    assert node.telemetry.state()["flight_recorders"] == {"on": 2, "off": 1, "a lie th": 1}
+
+
 def test_a_rank_is_served_until_its_process_is_gone_and_the_ledger_hears_of_it() -> None:
     trainer = subprocess.Popen(
         [sys.executable, "-c", "import time; print(flush=True); time.sleep(600)"], stdout=subprocess.PIPE
@@ -369,7 +377,7 @@ def test_a_small_request_with_many_processes_is_refused_before_any_is_read() -> 
     def gpus() -> None:
         asked.append(None)
 
-    telemetry = Telemetry(ExporterSettings(host="node-7"), CollectorRegistry(), gpus)
+    telemetry = Telemetry(ExporterSettings(host="node-7"), Registry(), gpus)
     with pytest.raises(Refused, match="at most 64 processes"):
         telemetry.receive(request(*(ResourceMetrics() for _ in range(MAX_RANKS + 1))))
     assert asked == []
@@ -426,6 +434,32 @@ def test_the_ranks_of_an_attempt_are_one_record() -> None:
             "peak_flops": 2e15,
         }
     ]
+
+
+def counted(rank: int, *more: Any) -> ResourceMetrics:
+    flops = [counter(f"training_{name}_flops_total", 1e15) for name in ("model", "capacity")]
+    return process(counter("training_tokens_total", 500), *flops, *more, rank=rank)
+
+
+def test_a_record_has_the_work_of_all_ranks() -> None:
+    node = Node()
+    page = gauge("training_run_info", 1, page="always")
+    node.push(counted(0, histogram("training_step_duration_seconds", [1.0], [3, 1], 2.5), page), counted(1))
+    [record] = node.records()
+    flops = {"model_flops": 2e15, "step_capacity_flops": 2e15}
+    assert record["work"] == {"tokens": 1000, "steps": 4, "step_seconds": 2.5, **flops}
+    assert record["page"] is True
+
+
+@pytest.mark.parametrize(
+    "without", [process(rank=1), counted(1, gauge("training_mfu_unavailable", 1, reason="unknown_peak"))]
+)
+def test_a_record_has_no_flops_unless_every_rank_counts_them(without: ResourceMetrics) -> None:
+    node = Node()
+    node.push(counted(0), without)
+    [record] = node.records()
+    assert record["work"].keys() == {"tokens"}
+    assert "page" not in record
 
 
 def test_a_record_is_owed_only_after_a_push_and_until_it_is_delivered() -> None:
@@ -694,12 +728,9 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forwarding, "STOP_TIMEOUT", PATIENCE)
 
 
-def sent(registry: CollectorRegistry) -> dict[str, float]:
+def sent(registry: Registry) -> dict[str, float]:
     return {
-        s.labels["outcome"]: s.value
-        for f in registry.collect()
-        for s in f.samples
-        if s.name == "flopwatch_ledger_records_sent_total"
+        labels[0]: value for row, labels, value in registry.samples() if row is m.FLOPWATCH_LEDGER_RECORDS_SENT_TOTAL
     }
 
 
@@ -782,7 +813,7 @@ def test_while_the_ledger_is_away_only_the_newest_record_of_an_attempt_is_kept_a
 
         (tmp_path / "torn.json").write_text('[{"run"')
         with ledger_server(port=port) as (_, received):
-            restarted = Remote(url, None, tmp_path, Outcomes(CollectorRegistry()))
+            restarted = Remote(url, None, tmp_path, Outcomes(Registry()))
             restarted.flush(last=True)
     assert [record["step"] for _, records in received for record in records] == [3]
     assert [path.name for path in tmp_path.glob("*.json")] == ["torn.json"]
@@ -890,7 +921,7 @@ def test_an_attempt_that_no_record_can_be_made_of_hides_no_other() -> None:
     node = Node()
     node.push(training(10, 5, START + 6, run="good"))
     broken = Push("", "bad", "a1", 0, START, START + 5, samples=((m.TRAINING_POSITION_STEPS, ("bad", "0"), math.inf),))
-    node.telemetry._take(broken)
+    node.telemetry._take(broken, START, 0.0)
     assert [record["run"] for record in node.records()] == ["good"]
     node.push(training(11, 6, START + 7, run="good"))
     assert [record["step"] for record in node.records()] == [11]

@@ -201,6 +201,22 @@ def test_the_line_is_the_innermost_of_the_job_s_own(monkeypatch: pytest.MonkeyPa
     assert frames(("/job/\n.py", "f" * 300, 1)) == ("?.py:1 in " + "f" * 300)[: stuck_frames.MAX_TEXT]
 
 
+def test_the_line_of_a_running_thread_is_the_same_one_and_keeps_no_frame() -> None:
+    frame = sys._getframe()
+    assert stuck_frames.own_line(frame) == stuck_frames._text(stuck_frames._lines(frame))
+    ended = threading.Event()
+    waiting = threading.Thread(target=lambda: ended.wait())
+    waiting.start()
+    until(lambda: sys._current_frames()[waiting.ident or 0].f_code.co_name == "wait")
+    found = sys._current_frames()[waiting.ident or 0]
+    before = sys.getrefcount(found)
+    assert stuck_frames.own_line(found).endswith(" in <lambda>")
+    assert sys.getrefcount(found) == before
+    ended.set()
+    waiting.join()
+    assert stuck_frames.own_line(None) == ""
+
+
 def test_what_goes_wrong_costs_the_line_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with loop(tmp_path, "stuck") as (frame, _):
         monkeypatch.setattr(sys, "_current_frames", lambda: 1 / 0)
