@@ -80,6 +80,9 @@ BRIEF = re.compile(
     r'run="(TrainingHang3-grown|NodeLost1-blip|TrainingDataStall0-short)"|host="(HostOnFaultyLeaf6-c|NodeLost2-node-a)"'
 )
 
+# One step of a counter in five minutes: Prometheus adds up to one scrape's share, here a fortieth, at the window's end.
+ONE_STEP = re.compile(r'"instance:training_nonfinite:ratio_5m".*run="TrainingLossNotFinite0-small"')
+
 ERRORS = re.compile(r"(prometheus_rule_evaluation_failures|vmalert_(recording|alerting)_rules_errors)_total.* [^0]\S*$")
 # How long evaluations took, and how many a busy server left out.
 TOOK = re.compile(
@@ -256,6 +259,12 @@ def late(
     return own + (hidden or 0) + read
 
 
+def longest_interval(name: str, above: frozenset[str] = frozenset()) -> float:
+    """Return the longest interval of a group in the chain of what an alert reads, in seconds at this pace."""
+    _, interval, others = chain()[name]
+    return max([interval, *(longest_interval(other, above | {name}) for other in others - above)])
+
+
 def pairs(seen: dict[str, Seen]) -> Iterator[tuple[Seen, Seen, bool]]:
     """Yield the newest Prometheus with each other server, and whether that is VictoriaMetrics."""
     newest = seen[f"prometheus-{NEWEST}"]
@@ -265,11 +274,13 @@ def pairs(seen: dict[str, Seen]) -> Iterator[tuple[Seen, Seen, bool]]:
 
 
 def test_the_same_alerts_fire_within_one_evaluation(seen: dict[str, Seen]) -> None:
-    """Of each group in the chain of what an alert reads, as each server has its own phase; nine of ten of its own."""
+    """Of each group in the chain of what an alert reads, as each server has its own phase.
+
+    Nineteen of twenty within the longest interval of the chain.
+    """
     groups: Any = rules(SETTINGS)["groups"]
-    every = [(group, rule) for group in groups for rule in group["rules"] if "alert" in rule]
-    held = {rule["alert"]: seconds(rule["for"]) for _, rule in every}
-    interval = {rule["alert"]: seconds(group["interval"]) for group, rule in every}
+    every = [rule for group in groups for rule in group["rules"] if "alert" in rule]
+    held = {rule["alert"]: seconds(rule["for"]) for rule in every}
     wrong = []
     for newest, other, chained in pairs(seen):
         in_time = []
@@ -283,7 +294,7 @@ def test_the_same_alerts_fire_within_one_evaluation(seen: dict[str, Seen]) -> No
             most = late(name, NEW if chained else None, took, missed) + SCRAPE + STALL
             if labels in there and labels in here:
                 early = there[labels][0] - here[labels][0]
-                in_time.append(abs(early) <= interval[name] + SCRAPE)
+                in_time.append(abs(early) <= longest_interval(name) + SCRAPE)
                 if abs(early) > most and not (chained and early > 0 and name in FROM_ZERO):
                     wrong.append(f"{other.name}: {-early:+.1f} s, {most:.1f} s at most: {labels}")
                 continue
@@ -299,7 +310,7 @@ def test_the_same_alerts_fire_within_one_evaluation(seen: dict[str, Seen]) -> No
                     f"{took:.1f} s an evaluation, missed {missed}; its host there: {missing.of_host(labels)}"
                 )
         if not chained:
-            assert sum(in_time) >= 0.9 * len(in_time)
+            assert sum(in_time) >= 0.95 * len(in_time)
     assert not wrong, "\n".join(wrong)
     assert len({re.sub(r'.*alertname="(\w+)".*', r"\1", labels) for labels in newest.fired()}) >= 50
 
@@ -325,7 +336,8 @@ def test_records_agree_within_two_percent(seen: dict[str, Seen]) -> None:
             assert found
             name = found[1]
             moved = chained and MOVES.search(labels)
-            if NOT_COMPARED.fullmatch(name) or name in hourly or BRIEF.search(labels) or moved:
+            known = BRIEF.search(labels) or ONE_STEP.search(labels) or moved
+            if NOT_COMPARED.fullmatch(name) or name in hourly or known:
                 continue
             around = max(4 * SCRAPE, late(name, SAMPLE if chained else None))
             there = other.records.get(labels, [])
