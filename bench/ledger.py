@@ -133,19 +133,29 @@ async def scrapes(side: Side) -> None:
 async def steady(side: Side, nodes: int, runs: int, started: float, shift: float, seconds: float) -> list[float]:
     """Send a record of each node every INTERVAL seconds, for `seconds`. Return the latency of each request.
 
-    `shift` is added to the time of the records. The ledger is scraped, too.
+    `shift` is added to the time of the records. The ledger is scraped, too. Raises RuntimeError if it leaves a record
+    unanswered.
     """
     scraping = asyncio.create_task(scrapes(side))
-    tasks: list[asyncio.Task[float]] = []
+    taken: list[float] = []
+    waiting: set[asyncio.Task[None]] = set()  # only those, since a collection of all would hold up this process
+
+    async def send(request: bytes) -> None:
+        taken.append(await deliver(side.port, request))
+
     begin = time.monotonic()
     phases = sorted((random.random() * INTERVAL, node) for node in range(nodes))
-    for turn in range(int(seconds // INTERVAL)):
+    turns = int(seconds // INTERVAL)
+    for turn in range(turns):
         for phase, node in phases:
             await asyncio.sleep(max(0.0, begin + turn * INTERVAL + phase - time.monotonic()))
-            request = record(nodes, node, runs, started, time.time() + shift)
-            tasks.append(asyncio.create_task(deliver(side.port, request)))
-    taken = list(await asyncio.gather(*tasks))
+            task = asyncio.create_task(send(record(nodes, node, runs, started, time.time() + shift)))
+            waiting.add(task)
+            task.add_done_callback(waiting.discard)
+    await asyncio.gather(*waiting)
     scraping.cancel()
+    if len(taken) < turns * nodes:
+        raise RuntimeError(f"the ledger answered {len(taken)} of {turns * nodes} records")
     return taken
 
 
