@@ -123,7 +123,7 @@ ALERTS: tuple[Alert, ...] = (
     # After a failure, a link may train at a lower rate first and again right after.
     Alert(
         name="InfinibandRateLow",
-        group="slow",
+        group="ports",
         severity="warning",
         identity=("host", "device", "port"),
         expr="""

@@ -155,11 +155,7 @@ ALERTS: tuple[Alert, ...] = (
         expr="""
             max by (host, uuid) (
               (
-                (
-                  max by (instance, uuid) (last_over_time(gpu_recovery_action_id[<5m>])) == 3
-                    or
-                  max by (instance, uuid) (last_over_time(gpu_recovery_action_id[<5m>])) == 4
-                )
+                (max by (instance, uuid) (last_over_time(gpu_recovery_action_id[<5m>])) >= 3 <= 4)
                   unless on (instance, uuid)
                 max by (instance, uuid) (
                   last_over_time(gpu_xid_last_timestamp_seconds{xid=~"<paging_xids>"}[<5m>])

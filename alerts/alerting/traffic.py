@@ -9,7 +9,7 @@ ALERTS: tuple[Alert, ...] = (
     # The limits per second are NVSentinel's. A job that ends or loses a peer makes such errors for seconds.
     Alert(
         name="InfinibandPacketLoss",
-        group="slow",
+        group="ports",
         severity="warning",
         identity=("host", "device", "port"),
         expr="""
@@ -55,7 +55,7 @@ ALERTS: tuple[Alert, ...] = (
     # less than `for`.
     Alert(
         name="InfinibandCongestion",
-        group="slow",
+        group="ports",
         severity="warning",
         identity=("host", "device", "port"),
         expr="""
@@ -105,7 +105,7 @@ ALERTS: tuple[Alert, ...] = (
     # rails only.
     Alert(
         name="RailImbalance",
-        group="slow",
+        group="ports",
         severity="warning",
         identity=("host", "device", "port"),
         expr="""
@@ -132,7 +132,7 @@ ALERTS: tuple[Alert, ...] = (
     # On a lossless fabric, no packets arrive out of sequence. A wrong configuration lasts longer than `for`.
     Alert(
         name="RoceMisconfigured",
-        group="slow",
+        group="ports",
         severity="warning",
         identity=("host", "device", "port"),
         expr="""
@@ -233,7 +233,7 @@ ALERTS: tuple[Alert, ...] = (
     # The limit is NVIDIA UFM's. The sensor changes slowly, so an excess shorter than `for` is a single wrong reading.
     Alert(
         name="InfinibandTransceiverHot",
-        group="slow",
+        group="ports",
         severity="warning",
         identity=("host", "device", "port"),
         expr="""

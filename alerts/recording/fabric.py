@@ -222,7 +222,7 @@ RECORDS: tuple[Record, ...] = (
             avg by (instance, run, rail) (
               port:infiniband_rail:info
                 * on (instance, device, port) group_left ()
-              (max by (instance, device, port) (rate(infiniband_congestion_notifications_handled_total[<5m>])))
+              max by (instance, device, port) (rate(infiniband_congestion_notifications_handled_total[<5m>]))
             )
         """,
         "Congestion notifications per second that slowed down the port of this rail on a host. RoCE.",
@@ -240,10 +240,8 @@ RECORDS: tuple[Record, ...] = (
             avg by (instance, run, rail) (
               port:infiniband_rail:info
                 * on (instance, device, port) group_left ()
-              (
-                max by (instance, device, port) (rate(infiniband_packet_sequence_errors_total[<5m>]))
-                  +
-                max by (instance, device, port) (rate(infiniband_local_ack_timeouts_total[<5m>]))
+              max by (instance, device, port) (
+                rate(infiniband_packet_sequence_errors_total[<5m>]) + rate(infiniband_local_ack_timeouts_total[<5m>])
               )
             )
         """,

@@ -16,16 +16,20 @@ EVERY: Mapping[str, float] = {
     "causes": 1 / 3,  # of the verdicts
     "place": 4,
     "windows": 4,
-    "rails": 4,
     "detail": 4,
-    "energy": 4,
-    "exporters": 4,
     "quality": 4,
     "gpu": 4,
     "nvlink": 4,
     "fabric": 4,
     "fleet": 8,
-    "slow": 8,  # warnings that wait for five minutes or longer, and what they read
+    "rails": 8,
+    "waits": 8,
+    "energy": 8,
+    "exporters": 8,
+    "means": 8,
+    # Other warnings that wait for five minutes or longer.
+    "ports": 8,
+    "slow": 8,
 }
 
 

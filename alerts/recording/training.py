@@ -174,7 +174,7 @@ RECORDS: tuple[Record, ...] = (
     ),
     # A record of its own, because it reads many series and hardly changes.
     Record(
-        "detail",
+        "means",
         HOST_START,
         "time() - max by (instance, run) (sum by (instance, run, rank) (training_activity_seconds_total))",
         "Start of the oldest process of the run on a host, as Unix time.",
@@ -202,7 +202,7 @@ RECORDS: tuple[Record, ...] = (
         "them.",
     ),
     Record(
-        "slow",
+        "means",
         HOST_DATA_STALL,
         """
             max by (instance, run) (
@@ -232,7 +232,7 @@ RECORDS: tuple[Record, ...] = (
         "1 for a run that declared the peak of its GPUs itself.",
     ),
     Record(
-        "slow",
+        "means",
         HOST_DECLARED_MFU,
         """
             sum by (instance, run) (rate(training_model_flops_total[<5m>]))
@@ -242,7 +242,7 @@ RECORDS: tuple[Record, ...] = (
         "Model FLOPs over dense peak of a run's ranks on a host, over the wall clock.",
     ),
     Record(
-        "slow",
+        "means",
         HOST_TENSOR_ACTIVE,
         """
             avg by (instance, run) (
@@ -267,7 +267,7 @@ RECORDS: tuple[Record, ...] = (
         "measured GPU of its own.",
     ),
     Record(
-        "slow",
+        "means",
         HOST_CLOCK,
         """
             quantile by (instance, run) (0.5,
@@ -279,7 +279,7 @@ RECORDS: tuple[Record, ...] = (
         "Clock of the streaming multiprocessors in Hz, median of the run's GPUs on a host.",
     ),
     Record(
-        "slow",
+        "means",
         GPU_IDLE_ALLOCATED,
         """
             count by (host, run) (
@@ -332,7 +332,7 @@ RECORDS: tuple[Record, ...] = (
         '(page="always").',
     ),
     Record(
-        "detail",
+        "waits",
         WAIT,
         """
             max by (instance, run, rank, pp) (
@@ -396,7 +396,7 @@ RECORDS: tuple[Record, ...] = (
         "Share of each step lost to a straggler, mean over the measured time of the last seven days.",
     ),
     Record(
-        "detail",
+        "waits",
         COMMUNICATION,
         """
             avg by (run) (rank:training_collective_wait:ratio)

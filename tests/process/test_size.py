@@ -30,7 +30,7 @@ from tests.support.rule_files import seconds
 
 pytestmark = [pytest.mark.long, pytest.mark.alone]
 
-TARGETS, SECONDS, PACE = 64, 30.0, 8.0
+TARGETS, SECONDS, PACE = 64, 45.0, 8.0
 # Recorded of a week in hours only, or while ranks are new.
 LATE = {training.STRAGGLER_LOST_7D: "run", ledger.STRAGGLER_SECONDS_7D: "run", fleet.FLEET_GOODPUT_7D: "whole"}
 OF_COMPUTE_PORTS = {fabric.PORT_RAIL, fabric.PORT_TRANSMIT, fabric.PORT_WAIT}
