@@ -46,16 +46,16 @@ class RunFamilies:
     def __init__(self, store: Store) -> None:
         self._store, self._exposition = store, Exposition()
         self.executor = ThreadPoolExecutor(1, "scrapes", os.nice, (BACKGROUND,))
-        self.reader = ThreadPoolExecutor(1, "samples")
-        self.reader.submit(int)  # starts its thread, which would have the low priority of the other one later
         self.deliveries = dict.fromkeys(("accepted", "refused", "failed"), 0)
 
-    def page(self, openmetrics: bool) -> str:
-        """Return the page as of now. Only the thread of `executor` may call it."""
-        samples = self._store.families(time.time(), self.reader)
+    async def page(self, openmetrics: bool) -> str:
+        """Return the page as of now."""
+        # A thread with a low priority would hold the store's lock while it waits for a processor.
+        samples = await asyncio.to_thread(self._store.families, time.time())
         samples += [(m.FLOPWATCH_LEDGER_REQUESTS_TOTAL, (name,), count) for name, count in self.deliveries.items()]
         samples.append((m.FLOPWATCH_BUILD_INFO, (flopwatch.__version__,), 1))
-        return self._exposition.render(samples, openmetrics=openmetrics) + "# EOF\n" * openmetrics
+        render = partial(self._exposition.render, samples, openmetrics=openmetrics)
+        return await asyncio.get_running_loop().run_in_executor(self.executor, render) + "# EOF\n" * openmetrics
 
 
 class SmallDeliveries:
@@ -139,8 +139,7 @@ def ledger_app(store: Store, token_file: Path | None, families: RunFamilies) -> 
     @app.get("/metrics")
     async def metrics(request: Request) -> Response:
         media = content_type(request.headers.get("accept", ""))
-        page = await asyncio.get_running_loop().run_in_executor(families.executor, families.page, media == OPENMETRICS)
-        return Response(page, headers={"content-type": media, "vary": "Accept"})
+        return Response(await families.page(media == OPENMETRICS), headers={"content-type": media, "vary": "Accept"})
 
     @app.get("/healthz")
     async def healthz() -> PlainTextResponse:
@@ -183,7 +182,6 @@ def run(settings: LedgerSettings) -> None:
         # Paths that need the token need no user. Without a token, the users of the web configuration guard all paths.
         own = "/v1/" if settings.token_file is not None else None
         families = RunFamilies(store)
-        opened.callback(families.reader.shutdown)
         opened.callback(families.executor.shutdown, cancel_futures=True)
         app = ledger_app(store, settings.token_file, families)
         names = own_names(settings.listen, authenticated=web is not None or settings.token_file is not None)

@@ -42,8 +42,7 @@ class LedgerClient:
 
         `tenant` may be None if only one tenant has a run of this name.
         """
-        query = {"run": run} | ({} if tenant is None else {"tenant": tenant})
-        return self._request("GET", "/v1/runs/record", query)
+        return self._request("GET", "/v1/runs/record", {"run": run} | ({} if tenant is None else {"tenant": tenant}))
 
     def close(self, run: str, tenant: str | None, status: str) -> dict[str, Any]:
         """End a run with a status, completed or stopped, and return its previous state. Raises SettingsError."""

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -182,37 +181,21 @@ class Store:
                     queue, self._queue = self._queue, []
                 self._take(queue)
 
-    def families(self, now: float, executor: Executor | None = None) -> list[Sample]:
-        """Return the samples of all runs that are served, as of `now` in Unix time, sorted by family.
-
-        The `executor` holds the lock in place of this thread, which may wait long for a processor if its priority is
-        low.
-        """
-        samples, taken = list[Sample](), self._taken(now)
-        advance = partial(next, taken, None)
-        while (some := advance() if executor is None else executor.submit(advance).result()) is not None:
-            samples = some
-            time.sleep(YIELD if self._queue else 0)
-        return sorted(samples, key=lambda sample: sample[0].name)
-
-    def _taken(self, now: float) -> Iterator[list[Sample]]:
-        """Yield the samples so far whenever a record waits for the lock, and at last those of all runs."""
+    def families(self, now: float) -> list[Sample]:
+        """Return the samples of all runs that are served, as of `now` in Unix time, sorted by family."""
         with self._lock:
             ledger, runs = self._served(now)
             samples = next(runs)  # chooses the runs in the same lock as `_new`, so that no counter falls to 0 later
         while True:
-            yield samples
+            time.sleep(YIELD if self._queue else 0)  # records need not wait for the samples of all runs
             with self._lock:
                 if self._ledger is not ledger:  # a write failed, so these samples may not be on disk
                     samples = [*chain.from_iterable(self._served(now)[1])]
                     break
-                for some in runs:
-                    samples += some
-                    if self._queue:
-                        break
-                else:
+                if (some := next(runs, None)) is None:
                     break
-        yield samples
+                samples += some
+        return sorted(samples, key=lambda sample: sample[0].name)
 
     def _served(self, now: float) -> tuple[Ledger, Iterator[list[Sample]]]:
         """Return the ledger, and the samples of each run that is served. The caller holds the lock."""
