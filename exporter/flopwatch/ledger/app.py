@@ -48,14 +48,12 @@ class RunFamilies:
         self.executor = ThreadPoolExecutor(1, "scrapes", os.nice, (BACKGROUND,))
         self.deliveries = dict.fromkeys(("accepted", "refused", "failed"), 0)
 
-    async def page(self, openmetrics: bool) -> str:
-        """Return the page as of now."""
-        # A thread with a low priority would hold the store's lock while it waits for a processor.
-        samples = await asyncio.to_thread(self._store.families, time.time())
+    def page(self, openmetrics: bool) -> str:
+        """Return the page as of now. Only the thread of `executor` may call it."""
+        samples = self._store.families(time.time())
         samples += [(m.FLOPWATCH_LEDGER_REQUESTS_TOTAL, (name,), count) for name, count in self.deliveries.items()]
         samples.append((m.FLOPWATCH_BUILD_INFO, (flopwatch.__version__,), 1))
-        render = partial(self._exposition.render, samples, openmetrics=openmetrics)
-        return await asyncio.get_running_loop().run_in_executor(self.executor, render) + "# EOF\n" * openmetrics
+        return self._exposition.render(samples, openmetrics=openmetrics) + "# EOF\n" * openmetrics
 
 
 class SmallDeliveries:
@@ -139,7 +137,8 @@ def ledger_app(store: Store, token_file: Path | None, families: RunFamilies) -> 
     @app.get("/metrics")
     async def metrics(request: Request) -> Response:
         media = content_type(request.headers.get("accept", ""))
-        return Response(await families.page(media == OPENMETRICS), headers={"content-type": media, "vary": "Accept"})
+        page = await asyncio.get_running_loop().run_in_executor(families.executor, families.page, media == OPENMETRICS)
+        return Response(page, headers={"content-type": media, "vary": "Accept"})
 
     @app.get("/healthz")
     async def healthz() -> PlainTextResponse:
