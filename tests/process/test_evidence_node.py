@@ -37,6 +37,7 @@ from flopwatch.node.telemetry.ranks import Telemetry
 from flopwatch.settings import ExporterSettings
 from flopwatch.simulate.pynvml import Simulation
 from simulator.host import SimulatedNode
+from tests.support.evidence import NODE_KINDS
 from tests.support.exporter_process import exporter
 from tests.support.ledger_server import eventually, ledger_server
 from tests.support.otlp_by_hand import START, counter, gauge, process, request, training
@@ -751,9 +752,9 @@ def test_the_ledger_settles_on_the_gpu_that_an_xid_after_the_crash_names(node: N
     ledger.close()
 
 
-def test_every_kind_that_a_node_sends_is_known_to_the_attribution() -> None:
+def test_every_kind_of_evidence_of_a_node_is_documented() -> None:
     kinds = {kind for kind, _ in (*evidence._RISES.values(), *evidence._STATES.values())}
-    assert kinds | {"xid", "sxid", "host_oom", "exception", "oom", "pid_gone"} <= set(attribution.NODE_KINDS)
+    assert kinds | {"xid", "sxid", "host_oom", "exception", "oom", "pid_gone"} <= set(NODE_KINDS)
 
 
 def test_a_ledger_that_stops_taking_costs_no_more_than_so_many_ended_attempts(node: Node) -> None:

@@ -22,6 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flopwatch import catalogue as m
+from flopwatch.catalogue import Sample
 from flopwatch.ledger import views
 from flopwatch.ledger.ledger import Ledger
 from flopwatch.ledger.record import RecordError
@@ -49,6 +50,15 @@ def summary_in_memory(records: list[dict[str, Any]]) -> dict[str, Any]:
     return ledger.summary()
 
 
+def families(store: Store, now: float, meanwhile: Callable[[], object] = bool) -> list[Sample]:
+    """Return the samples of a scrape. `meanwhile` is called when it leaves the lock for the first time."""
+    parts = store.families(now)
+    next(parts)
+    meanwhile()
+    *_, samples = parts
+    return samples
+
+
 @contextmanager
 def file_size_limit(size: int) -> Iterator[None]:
     """Limit the size of every file that this process writes, as a full disk would."""
@@ -72,7 +82,7 @@ def test_a_ledger_restarted_at_every_turn_gives_the_same_figures(name: str, tmp_
         ledger = Ledger()
         for record in records:
             ledger.apply(record)
-        assert store.families(NOW) == samples(ledger, NOW)
+        assert families(store, NOW) == samples(ledger, NOW)
 
 
 CHILD = """
@@ -156,10 +166,10 @@ def test_when_the_disk_is_full_the_sender_gets_an_error_and_its_next_snapshot_ma
     records = history("crash_and_move")
     with closing(Store(tmp_path / "ledger.sqlite", clock=lambda: NOW)) as store:
         store.apply(records[:60])
-        before, served = store.summary(), store.families(1500)
+        before, served = store.summary(), families(store, 1500)
         with file_size_limit((tmp_path / "ledger.sqlite-wal").stat().st_size), pytest.raises(sqlite3.OperationalError):
             store.apply(records[60:90])
-        assert (store.summary(), store.families(1500)) == (before, served)
+        assert (store.summary(), families(store, 1500)) == (before, served)
         store.apply(records[60:61])
         assert store.summary() == summary_in_memory(records[:61])
         store.apply(records[120:])
@@ -216,7 +226,7 @@ def test_a_file_of_the_first_format_is_taken_over_with_all_it_holds(tmp_path: Pa
     with closing(Store(path, new_for=60, clock=lambda: NOW + 10)) as store:
         assert comparable(store.summary()) == comparable(summary_in_memory(records))
         # A run that existed before is not new.
-        assert max(value for row, _, value in store.families(NOW + 10) if row is m.RUN_SECONDS_TOTAL) == 2750
+        assert max(value for row, _, value in families(store, NOW + 10) if row is m.RUN_SECONDS_TOTAL) == 2750
         store.apply(history("crash_and_move")[300:])
         store.apply(history("crash_loop")[7:])
     with closing(Store(path, clock=lambda: NOW)) as store:
@@ -299,7 +309,7 @@ def test_an_ended_run_has_series_for_a_day_and_is_in_the_api_for_thirty(tmp_path
     path = tmp_path / "ledger.sqlite"
 
     def runs(store: Store, now: float) -> set[str]:
-        return {labels[1] for row, labels, _ in store.families(now) if row is m.RUN_STATE}
+        return {labels[1] for row, labels, _ in families(store, now) if row is m.RUN_STATE}
 
     with closing(Store(path, clock=lambda: clock[0])) as store:
         store.apply(history("crash_and_move"))
@@ -332,7 +342,9 @@ def test_an_abandoned_run_is_given_up_and_its_accounts_are_served_for_another_da
 
     def states(store: Store) -> dict[str, str]:
         return {
-            labels[1]: labels[2] for row, labels, value in store.families(clock[0]) if row is m.RUN_STATE and value == 1
+            labels[1]: labels[2]
+            for row, labels, value in families(store, clock[0])
+            if row is m.RUN_STATE and value == 1
         }
 
     def opened() -> Store:
@@ -366,18 +378,18 @@ def test_a_new_run_is_served_at_0_for_a_minute_once(tmp_path: Path) -> None:
     path, clock = tmp_path / "ledger.sqlite", [NOW]
 
     def productive(store: Store, now: float) -> set[float]:
-        samples = store.families(now)
-        assert {row.name for row, _, _ in samples} == {row.name for row, _, _ in store.families(NOW + 1e4)}
+        samples = families(store, now)
+        assert {row.name for row, _, _ in samples} == {row.name for row, _, _ in families(store, NOW + 1e4)}
         return {value for row, labels, value in samples if row is m.RUN_SECONDS_TOTAL and labels[2] == "productive"}
 
     with closing(Store(path, new_for=60, clock=lambda: clock[0])) as store:
         store.apply(history("crash_and_move"))
-        zero = {row.name: value for row, _, value in store.families(NOW + 59) if row.type == "counter"}
+        zero = {row.name: value for row, _, value in families(store, NOW + 59) if row.type == "counter"}
         assert set(zero.values()) == {0}
-        opened = [value for row, _, value in store.families(NOW + 59) if row is m.RUN_OPEN_SECONDS]
+        opened = [value for row, _, value in families(store, NOW + 59) if row is m.RUN_OPEN_SECONDS]
         assert opened == [store.summary()["runs"]["r"]["wall_seconds"]]
     with closing(Store(path, new_for=60, clock=lambda: clock[0])) as store:
-        assert {value for row, _, value in store.families(NOW + 59) if row.type == "counter"} == {0}
+        assert {value for row, _, value in families(store, NOW + 59) if row.type == "counter"} == {0}
         assert productive(store, NOW + 60) == {6000}
         # A clock set back does not make the run new again. That would reset every counter.
         assert productive(store, NOW + 30) == productive(store, NOW - 3600) == {6000}
@@ -418,19 +430,11 @@ def test_a_new_generation_and_the_old_one_survive_a_restart(tmp_path: Path) -> N
     assert runs["r"]["buckets"] == pytest.approx(runs["r#1"]["buckets"])
 
 
-def during_scrapes(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
-    """Call `act` once, when a scrape leaves the lock for the first time."""
-    acts = iter([act])
-    monkeypatch.setattr("flopwatch.ledger.store.time.sleep", lambda seconds: next(acts, bool)())
+def counters(samples: list[Sample]) -> dict[tuple[str, ...], float]:
+    return {(row.name, *labels): value for row, labels, value in samples if row.type == "counter"}
 
 
-def counters(store: Store, now: float) -> dict[tuple[str, ...], float]:
-    return {(row.name, *labels): value for row, labels, value in store.families(now) if row.type == "counter"}
-
-
-def test_a_run_that_starts_during_a_scrape_does_not_wait_for_its_end_and_never_falls_back_to_0(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_starts_during_a_scrape_does_not_wait_for_its_end_and_never_falls_back_to_0(tmp_path: Path) -> None:
     records, seen = history("crash_and_move"), list[bool]()
     with closing(Store(tmp_path / "ledger.sqlite", new_for=60, clock=lambda: NOW)) as store:
         store.apply(records)
@@ -439,8 +443,7 @@ def test_a_run_that_starts_during_a_scrape_does_not_wait_for_its_end_and_never_f
             store.apply([{**record, "run": "second"} for record in records])
             seen.append("second" in store.summary()["runs"])
 
-        during_scrapes(monkeypatch, begin)
-        first, then = counters(store, NOW + 60), counters(store, NOW + 59)
+        first, then = counters(families(store, NOW + 60, begin)), counters(families(store, NOW + 59))
     assert seen == [True]
     assert {labels for labels, value in first.items() if value > then[labels]} == set()
 
@@ -457,10 +460,9 @@ def test_a_scrape_shows_nothing_of_a_write_that_fails_meanwhile(
                 patch.setattr(store, "_write", Mock(side_effect=sqlite3.OperationalError("disk full")))
                 store.apply([{**record, "run": run} for run in ("a", "b", "c") for record in records[60:120]])
 
-        before = store.families(NOW)
-        during_scrapes(monkeypatch, fail)
-        assert store.families(NOW) == before
-        assert store.families(NOW) == before
+        before = families(store, NOW)
+        assert families(store, NOW, fail) == before
+        assert families(store, NOW) == before
 
 
 def test_deliveries_and_scrapes_from_many_threads_do_not_disturb_each_other(tmp_path: Path) -> None:
@@ -472,7 +474,7 @@ def test_deliveries_and_scrapes_from_many_threads_do_not_disturb_each_other(tmp_
             try:
                 for record in records[:120]:
                     store.apply([{**record, "run": f"r{number}"}])
-                    store.families(NOW)
+                    families(store, NOW)
             except BaseException as error:
                 errors.append(error)
 

@@ -289,7 +289,8 @@ def history(tmp_path_factory: pytest.TempPathFactory) -> History:
             return True
 
         def gpus() -> float:
-            return sum(float(value) for row, _, value in ledger.families(time.time()) if row is m.RUN_GPUS)
+            *_, samples = ledger.families(time.time())
+            return sum(float(value) for row, _, value in samples if row is m.RUN_GPUS)
 
         def wait_for(world_size: int) -> None:
             until(lambda: trains(world_size))

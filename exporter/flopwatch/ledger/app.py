@@ -46,11 +46,16 @@ class RunFamilies:
     def __init__(self, store: Store) -> None:
         self._store, self._exposition = store, Exposition()
         self.executor = ThreadPoolExecutor(1, "scrapes", os.nice, (BACKGROUND,))
+        # Holds the store's lock for the thread of `executor`, which may wait long for a processor.
+        self.reader = ThreadPoolExecutor(1, "samples")
+        self.reader.submit(int)  # starts its thread, which would have the low priority of the other one later
         self.deliveries = dict.fromkeys(("accepted", "refused", "failed"), 0)
 
     def page(self, openmetrics: bool) -> str:
         """Return the page as of now. Only the thread of `executor` may call it."""
-        samples = self._store.families(time.time())
+        parts = self._store.families(time.time())
+        while (part := self.reader.submit(next, parts, None).result()) is not None:
+            samples = part
         samples += [(m.FLOPWATCH_LEDGER_REQUESTS_TOTAL, (name,), count) for name, count in self.deliveries.items()]
         samples.append((m.FLOPWATCH_BUILD_INFO, (flopwatch.__version__,), 1))
         return self._exposition.render(samples, openmetrics=openmetrics) + "# EOF\n" * openmetrics
@@ -181,6 +186,7 @@ def run(settings: LedgerSettings) -> None:
         # Paths that need the token need no user. Without a token, the users of the web configuration guard all paths.
         own = "/v1/" if settings.token_file is not None else None
         families = RunFamilies(store)
+        opened.callback(families.reader.shutdown)
         opened.callback(families.executor.shutdown, cancel_futures=True)
         app = ledger_app(store, settings.token_file, families)
         names = own_names(settings.listen, authenticated=web is not None or settings.token_file is not None)

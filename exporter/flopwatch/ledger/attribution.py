@@ -19,14 +19,7 @@ CAUSES = (*_HARDWARE, "out_of_memory", "software", "storage", "data", "planned",
 CONFIDENCES = ("none", "possible", "likely", "certain")
 LOSSES = ("end", "slow", "stall")
 
-# Kinds of evidence in a node's record (`flopwatch.node.telemetry.evidence`), and the three that the ledger adds.
-_EXIT_KINDS = ("exception", "signal", "exit", "pid_gone")
-NODE_KINDS = (
-    *("xid", "sxid", "ecc", "row_remap", "gpu_missing", "nvlink", "link_down", "link_errors", "nic", "throttle"),
-    *("oom", "host_oom", *_EXIT_KINDS),
-)
-LEDGER_KINDS = ("node_gone", "checkpoint_wait", "data_stall")
-
+_EXIT_KINDS = ("exception", "signal", "exit", "pid_gone")  # of evidence
 PLANNED = ("completed", "stopped", "preempted", "resized")
 
 # Weights: enough alone, a good reason, a hint. Halved over the window: DECISIVE ten minutes before equals STRONG.

@@ -36,7 +36,6 @@ log = logging.getLogger(__name__)
 SERIES_RETENTION = 24 * 3600.0  # seconds for which a run has series after its end was received
 RETENTION = 30 * 24 * 3600.0  # seconds for which it is kept
 ABANDONED_AFTER = 30 * 24 * 3600.0
-YIELD = 0.001  # seconds for which a scrape leaves the lock to records that wait
 MAX_AHEAD = 24 * 3600.0  # seconds that the time of a record may be ahead of this clock
 _CATCH_UP = 600.0  # seconds after a start in which no run is given up, so that senders can report first
 _VERSION = 3
@@ -181,13 +180,13 @@ class Store:
                     queue, self._queue = self._queue, []
                 self._take(queue)
 
-    def families(self, now: float) -> list[Sample]:
-        """Return the samples of all runs that are served, as of `now` in Unix time, sorted by family."""
+    def families(self, now: float) -> Iterator[list[Sample]]:
+        """Yield some samples at a time, and at last those of all runs served as of `now` in Unix time, by family."""
         with self._lock:
             ledger, runs = self._served(now)
             samples = next(runs)  # chooses the runs in the same lock as `_new`, so that no counter falls to 0 later
         while True:
-            time.sleep(YIELD if self._queue else 0)  # records need not wait for the samples of all runs
+            yield samples  # records need not wait for the samples of all runs
             with self._lock:
                 if self._ledger is not ledger:  # a write failed, so these samples may not be on disk
                     samples = [*chain.from_iterable(self._served(now)[1])]
@@ -195,7 +194,7 @@ class Store:
                 if (some := next(runs, None)) is None:
                     break
                 samples += some
-        return sorted(samples, key=lambda sample: sample[0].name)
+        yield sorted(samples, key=lambda sample: sample[0].name)
 
     def _served(self, now: float) -> tuple[Ledger, Iterator[list[Sample]]]:
         """Return the ledger, and the samples of each run that is served. The caller holds the lock."""

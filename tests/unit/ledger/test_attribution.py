@@ -7,18 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flopwatch.catalogue.xid import xids
-from flopwatch.ledger.attribution import (
-    CAUSES,
-    CONFIDENCES,
-    LEDGER_KINDS,
-    LOSSES,
-    NODE_KINDS,
-    IncidentCause,
-    LostTime,
-    attribute,
-)
+from flopwatch.ledger.attribution import CAUSES, CONFIDENCES, LOSSES, IncidentCause, LostTime, attribute
 from flopwatch.ledger.record import Evidence
 from tests.support import ROOT
+from tests.support.evidence import LEDGER_KINDS, NODE_KINDS
 
 T = 1_700_000_000.0
 HOSTS = frozenset({"n1", "n2", "n3", "n4"})
