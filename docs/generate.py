@@ -71,6 +71,7 @@ GROUPS = {
     "rails": "Rails",
     "verdicts": "Verdicts of the ledger on runs",
     "signs": "Signs of faults, for alerts that combine others",
+    "gpu": "GPUs that need repair",
     "fleet": "The fleet, and hosts that fail again",
 }
 RECORDS = f"""\

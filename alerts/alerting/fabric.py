@@ -25,7 +25,7 @@ ALERTS: tuple[Alert, ...] = (
     # active, 5 active-defer.
     Alert(
         name="InfinibandLinkErrors",
-        group="hardware",
+        group="fabric",
         severity="warning",
         identity=("host", "device", "port"),
         expr="""
@@ -160,7 +160,7 @@ ALERTS: tuple[Alert, ...] = (
     # longer window for a while.
     Alert(
         name="InfinibandErrorRate",
-        group="fabric",
+        group="ports",
         severity="warning",
         identity=("host", "device", "port"),
         expr="""

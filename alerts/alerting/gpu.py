@@ -135,7 +135,7 @@ ALERTS: tuple[Alert, ...] = (
         expr="""
             max by (host, uuid) (
               (
-                (max by (instance, uuid) (last_over_time(gpu_recovery_action_id[<5m>])) > 0 != 3 != 4)
+                (instance:gpu_recovery_action_id:max != 3 != 4)
                   unless on (instance, uuid)
                 max by (instance, uuid) (
                   last_over_time(gpu_xid_last_timestamp_seconds{xid=~"<paging_xids>"}[<5m>])
@@ -155,7 +155,7 @@ ALERTS: tuple[Alert, ...] = (
         expr="""
             max by (host, uuid) (
               (
-                (max by (instance, uuid) (last_over_time(gpu_recovery_action_id[<5m>])) >= 3 <= 4)
+                (instance:gpu_recovery_action_id:max >= 3 <= 4)
                   unless on (instance, uuid)
                 max by (instance, uuid) (
                   last_over_time(gpu_xid_last_timestamp_seconds{xid=~"<paging_xids>"}[<5m>])
@@ -176,7 +176,7 @@ ALERTS: tuple[Alert, ...] = (
         expr="""
             group by (host, uuid) (
               (
-                max by (instance, uuid) (last_over_time(gpu_present[<5m>])) == 0
+                instance:gpu_missing:bool
                   unless on (instance, uuid)
                 max by (instance, uuid) (
                   last_over_time(gpu_xid_last_timestamp_seconds{xid=~"<paging_xids>"}[<5m>])
@@ -395,7 +395,7 @@ ALERTS: tuple[Alert, ...] = (
     # reading does not.
     Alert(
         name="GpuPcieErrors",
-        group="gpu",
+        group="slow",
         severity="warning",
         identity=("host", "uuid"),
         expr="""

@@ -67,7 +67,7 @@ ALERTS: tuple[Alert, ...] = (
     # error ratio of 1e-12 (NVLink 5).
     Alert(
         name="NvlinkErrors",
-        group="nvlink",
+        group="slow",
         severity="warning",
         identity=("host", "uuid"),
         expr="""

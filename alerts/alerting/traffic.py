@@ -183,7 +183,7 @@ ALERTS: tuple[Alert, ...] = (
     # command stays in the window for five minutes.
     Alert(
         name="EfaErrors",
-        group="fabric",
+        group="ports",
         severity="warning",
         identity=("host", "device", "port"),
         expr="""

@@ -30,7 +30,7 @@ ALERTS: tuple[Alert, ...] = (
                     >
                   time() - <86400_seconds>
                     and on (instance, uuid)
-                  gpu_present == 0
+                  instance:gpu_missing:bool
                 )
                   unless on (instance, uuid, xid)
                 (

@@ -10,6 +10,7 @@ from __future__ import annotations
 from alerts.recording.record import Record
 
 PORT_WAS_ACTIVE = "port:infiniband_was_active:bool"
+PORT_LONG_INACTIVE = "port:infiniband_inactive:bool_10m"
 PORT_INACTIVE = "port:infiniband_inactive:bool"
 PORT_MISSING = "port:infiniband_missing:bool"
 PORT_DOWN = "port:infiniband_down:bool"
@@ -34,6 +35,16 @@ RAIL_RETRANSMISSIONS = "rail:infiniband_retransmissions:rate5m"
 RECORDS: tuple[Record, ...] = (
     Record(
         "place",
+        PORT_LONG_INACTIVE,
+        """
+            group by (instance, device, port) (
+              max by (instance, device, port) (max_over_time(infiniband_port_state_id[<10m>])) < 4
+            )
+        """,
+        "1 for a port that has not been active for ten minutes.",
+    ),
+    Record(
+        "place",
         PORT_WAS_ACTIVE,
         """
             group by (instance, device, port) (
@@ -56,6 +67,7 @@ RECORDS: tuple[Record, ...] = (
         """,
         "1 with the leaf switch of a host, without a leaf if its topology is unknown.",
     ),
+    # A port whose target has new labels has two series for five minutes, so the highest state counts.
     Record(
         "signs",
         PORT_INACTIVE,
@@ -87,8 +99,8 @@ RECORDS: tuple[Record, ...] = (
                 and on (instance)
               (
                 port:infiniband_inactive:bool
-                  and on (instance, device, port)
-                max_over_time(infiniband_port_state_id[<10m>]) >= 4
+                  unless on (instance, device, port)
+                port:infiniband_inactive:bool_10m
               )
             )
         """,

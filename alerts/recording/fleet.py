@@ -141,7 +141,7 @@ RECORDS: tuple[Record, ...] = (
               ) * on (instance) group_left (host) instance:host:info
             )
               or
-            group by (host) ((gpu_present == 0) * on (instance) group_left (host) instance:host:info)
+            group by (host) (instance:gpu_missing:bool * on (instance) group_left (host) instance:host:info)
               or
             group by (host) (
               (port:infiniband_inactive:bool or port:infiniband_missing:bool)

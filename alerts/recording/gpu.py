@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from alerts.recording.record import Record
 
+GPU_MISSING = "instance:gpu_missing:bool"
+GPU_RECOVERY = "instance:gpu_recovery_action_id:max"
 GPU_FAULT = "host:training_gpu_fault:bool"
 HOST_POWER = "host:gpu_energy_joules:rate5m"
 HOST_GPUS = "host:gpu_present:count"
@@ -37,6 +39,18 @@ RECORDS: tuple[Record, ...] = (
             )
         """,
         "1 for a run with a rank on a GPU whose critical alert, pending or firing, began in the last half hour.",
+    ),
+    Record(
+        "gpu",
+        GPU_MISSING,
+        "group by (instance, uuid) (max by (instance, uuid) (last_over_time(gpu_present[<5m>])) == 0)",
+        "1 for a GPU that was there and does not answer.",
+    ),
+    Record(
+        "gpu",
+        GPU_RECOVERY,
+        "max by (instance, uuid) (last_over_time(gpu_recovery_action_id[<5m>]) > 0)",
+        "Recovery that the driver requests for a GPU. Absent if it requests none.",
     ),
     # A rank whose GPU is unknown or not measured makes the sum infinite.
     Record(

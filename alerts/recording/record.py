@@ -27,7 +27,7 @@ EVERY: Mapping[str, float] = {
     "energy": 8,
     "exporters": 8,
     "means": 8,
-    # Other warnings that wait for five minutes or longer.
+    # Warnings of parts, which no alert that pages waits for.
     "ports": 8,
     "slow": 8,
 }

@@ -191,7 +191,7 @@ RECORDS: tuple[Record, ...] = (
         "their start.",
     ),
     Record(
-        "training",
+        "detail",
         HOST_NOT_FINITE,
         """
             sum by (instance, run, value) (increase(training_nonfinite_total[<5m>]))

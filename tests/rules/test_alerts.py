@@ -34,7 +34,7 @@ ALERTS = alerts(SETTINGS)
 LEVELS = {
     "fleet": set[str](),
     "host": {"host", "run", "leaf"},
-    "instance": {"job", "instance", "host", "run", "value", "reason", "rail"},
+    "instance": {"job", "instance", "host", "run", "value", "reason", "rail", "uuid"},
     "port": {"instance", "host", "device", "port", "rail", "run"},
     "rail": {"run", "rail"},
     "rank": {"instance", "run", "rank", "host", "uuid", "pp", "sign", "group", "ranks"},

@@ -116,8 +116,14 @@ BROKEN = [
     (recording.HOST_IDLE, 'source!="none"', 'source!~"none|unknown"'),
     (recording.HOST_IDLE, "unless on (host, uuid)", "and on (host, uuid)"),
     # Ports that never were up, or that no run communicates over, and a leaf that is forgotten too early.
-    (recording.PORT_LOST, ">= 4", ">= 1"),
-    (recording.PORT_LOST, "[10m]", "[1h]"),
+    (recording.PORT_LONG_INACTIVE, "< 4", "< 1"),
+    (recording.PORT_LONG_INACTIVE, "[10m]", "[1h]"),
+    (recording.PORT_LONG_INACTIVE, "[10m]", "[5m]"),
+    (recording.PORT_LOST, "unless on (instance, device, port) port:infiniband_inactive:bool_10m", ""),
+    (recording.GPU_MISSING, "== 0", ">= 0"),
+    (recording.GPU_MISSING, "last_over_time(gpu_present[5m])", "gpu_present"),
+    (recording.GPU_RECOVERY, "> 0", ">= 0"),
+    (recording.GPU_RECOVERY, "last_over_time(gpu_recovery_action_id[5m])", "gpu_recovery_action_id"),
     (recording.PORT_INACTIVE, "and on (instance, device, port)\nport:infiniband_was_active:bool", ""),
     (recording.PORT_MISSING, "== 0", ">= 0"),
     (
