@@ -68,7 +68,7 @@ def group_of(
     largest = max([*local, *(len(ranks) - 1 for _, ranks in _candidates(rank, reported))])
     if member.size > largest and member.rank in (-1, rank) and all(place == one for place, one in members.items()):
         return WHOLE_JOB, all_ranks_text(member.size)
-    if len(members) == member.size and (text := ranks_text(members.values())) is not None:
+    if 0 < len(members) == member.size and (text := ranks_text(members.values())) is not None:
         return kind_of(member.name) or UNKNOWN, text
     return None
 
