@@ -87,10 +87,11 @@ class Layout:
         self.group_of: Array = np.repeat(np.arange(len(sizes)), sizes)
         self._first: Array = np.cumsum([0, *sizes])
         every = np.fromiter(chain.from_iterable(group.ranks for group in self.communicators), np.intp)
-        if len(unknown := np.flatnonzero(~np.isin(every, self.ranks))):
+        ranks = np.array(self.ranks, np.intp)
+        if len(unknown := np.flatnonzero(~np.isin(every, ranks))):
             group = self.communicators[self.group_of[unknown[0]]]
             raise Unmeasured(f"the waits of rank {every[unknown[0]]} in {group.kind} are not measured")
-        self.rank_of: Array = np.searchsorted(self.ranks, every)
+        self.rank_of: Array = np.searchsorted(ranks, every)
         kinds = sorted({group.kind for group in self.communicators})
         codes = np.array([kinds.index(group.kind) for group in self.communicators], np.intp)
         self.kind_of = codes[self.group_of]
