@@ -191,7 +191,7 @@ RECORDS: tuple[Record, ...] = (
         "their start.",
     ),
     Record(
-        "detail",
+        "training",
         HOST_NOT_FINITE,
         """
             sum by (instance, run, value) (increase(training_nonfinite_total[<5m>]))

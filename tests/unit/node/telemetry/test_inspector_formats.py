@@ -282,7 +282,7 @@ def test_a_communicator_larger_than_all_groups_is_the_whole_job() -> None:
 def test_unreported_groups_are_known_by_their_members_on_one_host() -> None:
     assert group_of(1, Member(HASH, "", 1, 2), COLLECTIVE, [], {0: 5, 1: 1}, LOCAL) == ("group", "1,5")
     assert group_of(1, Member(HASH, TENSOR, 1, 2), COLLECTIVE, [], {0: 5, 1: 1}, LOCAL) == ("tp", "1,5")
-    assert group_of(1, Member("", "", -1, 0), MEAN, [], {}, LOCAL) is None  # neither a size nor members
+    assert group_of(1, Member("", "", -1, 0), MEAN, [], {}, LOCAL) is None  # its size and members are unknown
 
 
 @pytest.mark.parametrize(
