@@ -207,55 +207,13 @@ def test_a_damaged_file_is_kept_aside_and_the_accounts_start_over(damage: Any, t
         assert list(store.summary()["runs"]) == ["loop"]
 
 
-def test_a_file_of_the_first_format_is_taken_over_with_all_it_holds(tmp_path: Path) -> None:
-    # Made by the first format: half of one history, all of another, and the beginning of a third.
-    path = tmp_path / "ledger.sqlite"
-    shutil.copy(CAPTURES / "ledger" / "format_1.sqlite", path)
-    records = [*history("crash_and_move")[:300], *history("two_nodes_then_one"), *history("crash_loop")[:7]]
-    counted_since = {  # derived from data that the first format did not keep
-        "recoveries",
-        "recovery_seconds",
-        "incidents",
-        "badput_gpu_seconds",
-        "committed_timestamp",
-    }
-
-    def comparable(summary: dict[str, Any]) -> dict[str, Any]:
-        return {name: {k: v for k, v in run.items() if k not in counted_since} for name, run in summary["runs"].items()}
-
-    with closing(Store(path, new_for=60, clock=lambda: NOW + 10)) as store:
-        assert comparable(store.summary()) == comparable(summary_in_memory(records))
-        # A run that existed before is not new.
-        assert max(value for row, _, value in families(store, NOW + 10) if row is m.RUN_SECONDS_TOTAL) == 2750
-        store.apply(history("crash_and_move")[300:])
-        store.apply(history("crash_loop")[7:])
-    with closing(Store(path, clock=lambda: NOW)) as store:
-        everything = [*history("crash_and_move"), *history("two_nodes_then_one"), *history("crash_loop")]
-        assert comparable(store.summary()) == comparable(summary_in_memory(everything))
-        assert [one["attempt"] for one in store.figures("loop")["attempts"]] == ["a2", "a3", "a4"]
-        assert [one["attempt_number"] for one in store.figures("loop")["incidents"]] == [2, 3]
-    assert [file.name for file in tmp_path.iterdir() if "corrupt" in file.name] == []
-
-
-def test_a_file_of_the_second_format_is_taken_over_with_its_losses(tmp_path: Path) -> None:
-    path = tmp_path / "ledger.sqlite"
-    shutil.copy(CAPTURES / "ledger" / "format_2.sqlite", path)
-    others = [*history("two_nodes_then_one"), *history("crash_loop")]
-    with closing(Store(path, clock=lambda: NOW)) as store:
-        assert store.summary() == summary_in_memory([*history("crash_and_move")[:300], *others])
-        losses = store.summary()["runs"]["loop"]["incidents"]
-        assert losses == {"end": {"unknown": 2, "host": 1}, "slow": {}, "stall": {}}
-        store.apply(history("crash_and_move")[300:])
-    with closing(Store(path, clock=lambda: NOW)) as store:
-        assert store.summary() == summary_in_memory([*history("crash_and_move"), *others])
-
-
-def test_a_file_of_a_newer_version_is_refused_and_left_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("format", "which"), [(2, "an older"), (4, "a newer")])
+def test_a_file_of_another_format_is_refused_and_left_alone(format: int, which: str, tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
     intact(path)
     with closing(sqlite3.connect(path)) as db:
-        db.execute("PRAGMA user_version=4")
-    with pytest.raises(SettingsError, match=r"was written by a newer flopwatch \(format 4, not 3\)"):
+        db.execute(f"PRAGMA user_version={format}")
+    with pytest.raises(SettingsError, match=rf"was written by {which} flopwatch \(format {format}, not 3\)"):
         Store(path)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["ledger.sqlite", "ledger.sqlite.lock"]
 

@@ -1,4 +1,4 @@
-"""Conversion of a run to and from its rows in the ledger's file. Writes format 3 and reads formats 1 to 3."""
+"""Conversion of a run to and from its rows in the ledger's file. The format is 3."""
 
 from collections.abc import Iterator, Mapping
 from math import inf
@@ -57,10 +57,7 @@ def from_json(
     values = {"first": 0.0} | dict(state)
     values |= {name: -inf for name in _TIMES if values.get(name) is None}
     for name in ("settled", "badput"):
-        by_kind = values.get(name, {})
-        if not by_kind.keys() <= set(LOSSES):  # format 2 had one kind
-            by_kind = {"end": by_kind}
-        values[name] = {kind: {} for kind in LOSSES} | by_kind
+        values[name] = {kind: {} for kind in LOSSES} | values.get(name, {})
     if values.get("recovering") is not None:
         values["recovering"] = tuple(values["recovering"])
     values["rivals"] = {name: OtherAttempt(*other) for name, other in values.get("rivals", {}).items()}

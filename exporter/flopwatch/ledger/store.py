@@ -44,17 +44,13 @@ _NETWORK = re.compile(
     r"nfs4?|cifs|smb3|smbfs|ceph|lustre|gpfs|beegfs|glusterfs|afs|pvfs2|orangefs|wekafs|panfs"
     r"|fuse\.(sshfs|ceph|glusterfs|juicefs|s3fs|gcsfuse)"
 )
-# Statements that upgrade each format to the next one.
-_TABLE = "CREATE TABLE {} (\n    tenant TEXT, run TEXT, {}, state TEXT, PRIMARY KEY (tenant, run{})\n) WITHOUT ROWID;\n"
-_SCHEMA = (
-    _TABLE.format("runs", "ended INTEGER, heard REAL", "") + _TABLE.format("sources", "source TEXT", ", source"),
-    _TABLE.format("attempts", "number INTEGER", ", number")
-    + _TABLE.format("incidents", "number INTEGER", ", number")
-    + _TABLE.format("evidence", "host TEXT", ", host"),
-    "",
-)
 # Tables with a row for each part of a run, and the column that identifies the part.
 _PARTS = {"sources": "source", "attempts": "number", "incidents": "number", "evidence": "host"}
+_TABLE = "CREATE TABLE {} (\n    tenant TEXT, run TEXT, {}, state TEXT, PRIMARY KEY (tenant, run{})\n) WITHOUT ROWID;\n"
+_SCHEMA = _TABLE.format("runs", "ended INTEGER, heard REAL", "") + "".join(
+    _TABLE.format(table, f"{column} {'INTEGER' if column == 'number' else 'TEXT'}", f", {column}")
+    for table, column in _PARTS.items()
+)
 
 
 class NoSuchRun(Exception):
@@ -309,10 +305,12 @@ class Store:
             if verdict != "ok":
                 raise sqlite3.DatabaseError(verdict)
             [[version]] = db.execute("PRAGMA user_version")
-            if version > _VERSION:
-                raise SettingsError(f"{self._path} was written by a newer flopwatch (format {version}, not {_VERSION})")
-            if version < _VERSION:
-                db.executescript(f"BEGIN; {''.join(_SCHEMA[version:])} PRAGMA user_version={_VERSION}; COMMIT;")
+            if version not in (0, _VERSION):
+                which = "a newer" if version > _VERSION else "an older"
+                text = f"{self._path} was written by {which} flopwatch (format {version}, not {_VERSION})"
+                raise SettingsError(f"{text}; set --state to another folder")
+            if version == 0:  # a new file
+                db.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version={_VERSION}; COMMIT;")
             self._db = db
             self._ledger = None
             self._read()
