@@ -53,7 +53,7 @@ def totals(processes: Sequence[RankProcess], number: int, rng: random.Random) ->
         waits = [seconds * share + rng.gauss(0, 0.05) for _ in process.groups]
         computed = seconds - sum(waits)
         found.extend((steps, seconds, 0.0, sum(waits), computed**2 / max(steps, 1), *waits))
-    return HostWaits(tuple(processes), found)
+    return HostWaits(tuple(processes), found.tobytes())
 
 
 def measure(ranks: int) -> str:

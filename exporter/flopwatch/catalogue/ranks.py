@@ -49,18 +49,22 @@ def all_ranks_text(count: int) -> str:
 
 def ranks_of(text: str) -> tuple[int, ...]:
     """Return the ranks in a text, sorted. Raises ValueError if it is malformed."""
-    return tuple(sorted(set().union(*_ranges(text))))
+    ranges = _ranges(text)
+    return tuple(ranges[0]) if len(ranges) == 1 else tuple(sorted(set().union(*ranges)))
 
 
-@lru_cache(maxsize=1 << 12)
 def count_of(text: str) -> int:
     """Return how many ranks a text has, without listing them. Raises ValueError if it is malformed."""
     return sum(map(len, _ranges(text)))
 
 
+@lru_cache(maxsize=1 << 12)
 def _ranges(text: str) -> list[range]:
     ranges = []
     for part in text.split(","):
+        if part.isdecimal() and len(part) < 8:
+            ranges.append(range(int(part), int(part) + 1))
+            continue
         found = _PART.fullmatch(part)
         if found is None:
             raise ValueError(f"{part[:40]!r} is not a rank, nor a range such as 0-3 or 1-29:4")

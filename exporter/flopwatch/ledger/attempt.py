@@ -42,7 +42,7 @@ class ReportingNode:
     fell: float | None = None  # since when it reports fewer FLOPs than before
     mark: float = 0.0  # steps up to here add no retained FLOPs
     work: dict[str, float] = field(default_factory=dict)  # totals of its processes
-    uncounted: list[str] = field(default_factory=list)  # names in `work` that its last record lacks
+    uncounted: tuple[str, ...] = ()  # names in `work` that its last record lacks
     work_fell: float | None = None  # since when it reports less work than before
     end: str | None = None
     whole: bool = False  # whether it began with a start, which reports all its GPUs
@@ -64,7 +64,7 @@ class ReportingNode:
 
     @classmethod
     def from_json(cls, state: Mapping[str, Any]) -> "ReportingNode":
-        """Restore a node from its saved state, in any format of the ledger's file."""
+        """Restore a node from its saved state."""
         credited = {"credited_gpus": state["gpus"] or 0.0, "credited_peak": state["peak"] or 0.0}
         return msgspec.convert({"heard": state["t"], "met": state["t"], **credited, **state}, cls)
 
@@ -110,6 +110,6 @@ class Attempt:
 
     @classmethod
     def from_json(cls, state: Mapping[str, Any], number: int) -> "Attempt":
-        """Restore an attempt from its saved state, in any format. `number` is used if none was saved."""
+        """Restore an attempt from its saved state. `number` is used if none was saved."""
         values = {"number": number, "begin": state["start"], "pace": {"since": state["start"]}}
         return msgspec.convert(values | dict(state), cls)

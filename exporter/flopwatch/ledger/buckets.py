@@ -143,7 +143,7 @@ class Buckets:
         If they stay lower, a rank was replaced. Then they count from there on. So do those of a node that made steps
         before it reported any: its exporter or this ledger was an older release.
         """
-        uncounted = [name for name in node.work if name not in work]
+        uncounted = tuple([name for name in node.work if name not in work])
         if uncounted != node.uncounted or not work.keys() <= node.work.keys():
             self.reporters.counted.clear()
         node.uncounted = uncounted

@@ -73,15 +73,15 @@ class RankProcess(NamedTuple):
     groups: tuple[tuple[str, str], ...]
 
 
-class HostWaits(NamedTuple):
-    """Processes of a host, and their totals over their measured steps, as doubles.
+class HostWaits(Struct, frozen=True, gc=False):
+    """Processes of a host, and the bytes of their totals over their measured steps, as doubles.
 
     Each process has steps, their seconds, tokens, seconds waited for other ranks, the squares of those it computed (NaN
     if unknown), and seconds waited in each of its groups. Records with the same processes share one object.
     """
 
     processes: tuple[RankProcess, ...]
-    totals: "array[float]"
+    totals: bytes
 
 
 class WaitRow(Struct, array_like=True, frozen=True, gc=False):
@@ -238,7 +238,7 @@ class LedgerRecord(Struct, dict=True):
             groups = tuple([(kind, ranks) for kind, ranks, _ in row.groups])
             rows.append((row.rank, row.place[:64], row.started, groups))
             totals += (row.steps, row.seconds, row.tokens, row.wait, square, *[waited for _, _, waited in row.groups])
-        return HostWaits(_processes(tuple(rows)), array("d", totals))
+        return HostWaits(_processes(tuple(rows)), array("d", totals).tobytes())
 
     @property
     def key(self) -> RunKey:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 from flopwatch import catalogue as m
 from flopwatch.ledger.record import LedgerRecord
 from flopwatch.node.scrape.scrape import Registry
@@ -54,7 +56,7 @@ def test_the_waits_of_process_groups_are_sent_to_the_ledger_and_not_served() -> 
     parsed = LedgerRecord.parse(record).waits
     assert parsed is not None
     assert parsed.processes[0].groups == (("tp", "2,3"), ("dp", "1-7:2"))
-    assert list(parsed.totals) == [10.0, 10.0, 0.0, 10.0, 7.5, 1.25, 0.5]
+    assert [*array("d", parsed.totals)] == [10.0, 10.0, 0.0, 10.0, 7.5, 1.25, 0.5]
     served = {row for row, _, _ in telemetry.ask(1.0).samples}
     assert m.TRAINING_COLLECTIVE_WAIT_SECONDS_TOTAL in served
     assert not {m.TRAINING_GROUP_WAIT_SECONDS_TOTAL, m.TRAINING_COMPUTING_SQUARE_SECONDS_TOTAL} & served
