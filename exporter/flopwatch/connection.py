@@ -1,0 +1,79 @@
+"""HTTP connection that is kept between requests: of the hook to its exporter, and of an exporter to a ledger."""
+
+import http.client
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import ssl
+
+
+class KeptConnection:
+    """Connection to `host`, with or without a port, that is kept until either side closes it.
+
+    If it is `secure`, the server needs a certificate of `ca_file`, or else of the system's CAs. A new file is read.
+    """
+
+    def __init__(self, host: str, secure: bool, ca_file: Path | None) -> None:
+        self._host, self._secure, self._ca_file = host, secure, ca_file
+        self._kept: http.client.HTTPConnection | None = None
+        self._tls: ssl.SSLContext | None = None
+        self._modified: int | None = None  # time of the CA file that it has
+
+    def post(
+        self, path: str, body: bytes, headers: dict[str, str], timeout: float, limit: int
+    ) -> tuple[http.client.HTTPResponse, bytes]:
+        """Return the response and at most `limit` bytes of its body. Raises OSError or ValueError.
+
+        `timeout` in seconds bounds each read and write. If the server has closed a kept connection, the request is sent
+        once more, so it must do no harm to send it twice.
+        """
+        if self._secure:
+            self._read_ca()
+        connection, self._kept = self._kept, None
+        is_kept = connection is not None
+        try:
+            if connection is None:
+                connection = self._open(timeout)
+            connection.sock.settimeout(timeout)
+            with suppress(ConnectionError):  # a server that refuses a long body need not read it
+                connection.request("POST", path, body, headers)
+            response = connection.getresponse()
+            answer = response.read(limit)
+        except (OSError, http.client.HTTPException) as error:
+            if connection is not None:
+                connection.close()
+            if is_kept and not isinstance(error, TimeoutError):
+                return self.post(path, body, headers, timeout, limit)
+            self._tls = None  # the system's CAs may be new
+            raise error if isinstance(error, OSError) else OSError(repr(error)) from error
+        self._kept = connection
+        if connection.sock is None or not response.isclosed():
+            self.close()
+        return response, answer
+
+    def close(self) -> None:
+        """Close the kept connection. The next request opens another one."""
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            kept.close()
+
+    def _open(self, timeout: float) -> http.client.HTTPConnection:
+        connection = http.client.HTTPConnection(self._host, timeout=timeout)
+        if self._tls is not None:
+            connection = http.client.HTTPSConnection(self._host, timeout=timeout, context=self._tls)
+        connection.connect()
+        return connection
+
+    def _read_ca(self) -> None:
+        """Read the CA file if it is new, and close the connection that the last one allowed. Raises OSError."""
+        import ssl  # takes 10 ms, which a hook need not pay to push to its own node
+
+        try:
+            modified = None if self._ca_file is None else self._ca_file.stat().st_mtime_ns
+            if self._tls is None or modified != self._modified:
+                self.close()
+                self._tls, self._modified = ssl.create_default_context(cafile=self._ca_file), modified
+        except OSError as error:
+            raise OSError(f"cannot use the CA file: {error}") from error
