@@ -31,24 +31,20 @@ class KeptConnection:
         """
         if self._secure:
             self._read_ca()
-        connection, self._kept = self._kept, None
-        is_kept = connection is not None
+        again = self._kept is not None
         try:
-            if connection is None:
-                connection = self._open(timeout)
+            self._kept = connection = self._kept or self._open(timeout)
             connection.sock.settimeout(timeout)
             with suppress(ConnectionError):  # a server that refuses a long body need not read it
                 connection.request("POST", path, body, headers)
             response = connection.getresponse()
             answer = response.read(limit)
         except (OSError, http.client.HTTPException) as error:
-            if connection is not None:
-                connection.close()
-            if is_kept and not isinstance(error, TimeoutError):
+            self.close()
+            if again and not isinstance(error, TimeoutError):
                 return self.post(path, body, headers, timeout, limit)
             self._tls = None  # the system's CAs may be new
             raise error if isinstance(error, OSError) else OSError(repr(error)) from error
-        self._kept = connection
         if connection.sock is None or not response.isclosed():
             self.close()
         return response, answer
