@@ -82,12 +82,14 @@ class ExporterSettings:
     new_for: float = 60.0  # seconds for which a new run is served with counters at 0, so that rate() sees them start
 
     def __post_init__(self) -> None:
-        if self.ledger not in ("embedded", "off") and not self.ledger.startswith(("http://", "https://")):
-            raise SettingsError(
-                f"--ledger {self.ledger!r}: write embedded, off, or the ledger's URL (http://host:port)"
-            )
-        elsewhere = "://" in self.ledger and not _is_loopback(urlsplit(self.ledger).hostname or "")
-        if elsewhere and self.ledger_token_file is None:
+        known = self.ledger in ("embedded", "off") or self.ledger.startswith(("http://", "https://"))
+        try:
+            host = urlsplit(self.ledger).hostname or ""
+        except ValueError:
+            known, host = False, ""
+        if not known:
+            raise SettingsError(f"--ledger {self.ledger!r}: write embedded, off or http://HOST:PORT")
+        if "://" in self.ledger and not _is_loopback(host) and self.ledger_token_file is None:
             raise SettingsError(
                 f"--ledger {self.ledger}: a ledger on another host accepts no records without a token; "
                 "give its file with --ledger-token-file FILE"
