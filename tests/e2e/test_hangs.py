@@ -103,17 +103,22 @@ def test_the_stack_line_of_a_rank_and_a_stopped_process_are_reported(stack: Demo
     looping = f'{c.TRAINING_STUCK_FRAME_INFO}{{run="endless_loop",rank="{SUSPECT}"}}'
     waiting = f'{c.TRAINING_STUCK_FRAME_INFO}{{run="endless_loop",rank!="{SUSPECT}"}}'
     stopped = f'{c.RUN_HANG_SUSPECT_RATIO}{{run="stopped",signs=~"blocked.*"}}'
-    deadline = time.monotonic() + 300  # a hang of 15 s shows the line, one of 2 s the state
-    while not all(stack.prometheus.query(expr) for expr in (looping, stopped, f"count({waiting}) == 3")):
-        assert time.monotonic() < deadline, "no line, or no state"
+    found: list[list[dict[str, str]]] = []
+
+    def shown() -> bool:
+        """Look for all three at once, because a series is absent while another line is sampled."""
         stack.check()
         time.sleep(0.2)
-    assert {labels["at"].split(":")[0].split()[0] for labels, _ in stack.prometheus.query(looping)} == {"hangs.py"}
-    assert all(labels["at"].endswith(" in misbehave") for labels, _ in stack.prometheus.query(looping))
-    lines = {labels["at"] for labels, _ in stack.prometheus.query(waiting)}
+        found[:] = [[labels for labels, _ in stack.prometheus.query(expr)] for expr in (looping, waiting, stopped)]
+        return bool(found[0]) and len(found[1]) == 3 and bool(found[2])
+
+    until(shown, 300)  # a hang of 15 s shows the line, one of 2 s the state
+    assert {labels["at"].split(":")[0].split()[0] for labels in found[0]} == {"hangs.py"}
+    assert all(labels["at"].endswith(" in misbehave") for labels in found[0])
+    lines = {labels["at"] for labels in found[1]}
     assert len(lines) == 1
     assert lines.pop().endswith(" in train")
-    assert [labels["rank"] for labels, _ in stack.prometheus.query(stopped)] == [str(SUSPECT)]
+    assert [labels["rank"] for labels in found[2]] == [str(SUSPECT)]
 
 
 @pytest.mark.parametrize("kind", FINE)
