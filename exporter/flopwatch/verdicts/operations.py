@@ -22,16 +22,8 @@ CLIP, EMBEDDING = "optimizer-clip-main-grad", "embedding-grads-all-reduce"
 LAYERNORM, OPTIMIZER, COLLECTION = "layernorm-grads-all-reduce", "optimizer", "gc"
 TOGETHER = (GATHER, SCATTER, SEPARATE, CLIP)
 COMPUTATION = (f"{FORWARD}-compute", f"{BACKWARD}-compute", OPTIMIZER, COLLECTION)
-COLUMNS = {  # of a trace, by the field of Row
-    "replica": "dp_rank",
-    "stage": "stage",
-    "step": "step",
-    "kind": "optype",
-    "start": "start_ts",
-    "duration": "duration",
-    "number": "seq_id",
-    "chunk": "mc",
-}
+# Of a trace, in the order of the fields of Row.
+COLUMNS = ("dp_rank", "stage", "step", "optype", "start_ts", "duration", "seq_id", "mc")
 MAX_OVERLAP = 0.010  # seconds; a transfer may end so much before its last member began, because clocks differ
 
 
@@ -77,13 +69,13 @@ def read(path: Path) -> list[Row]:
     except ImportError as error:
         raise TraceError("reading a trace needs pyarrow: pip install 'flopwatch[whatif]'") from error
     try:
-        columns = parquet.read_table(path, columns=list(COLUMNS.values())).to_pydict()
+        columns = parquet.read_table(path, columns=list(COLUMNS)).to_pydict()
     except (OSError, pyarrow.ArrowException) as error:
         raise TraceError(f"{path} cannot be read as Parquet: {str(error).splitlines()[0]}") from error
-    missing = set(COLUMNS.values()) - columns.keys()
+    missing = set(COLUMNS) - columns.keys()
     if missing:
         raise TraceError(f"{path} has no column {', '.join(sorted(missing))}")
-    return [Row(*values) for values in zip(*(columns[name] for name in COLUMNS.values()), strict=True)]
+    return [Row(*values) for values in zip(*(columns[name] for name in COLUMNS), strict=True)]
 
 
 class Replay:
@@ -93,11 +85,8 @@ class Replay:
         self._rows: dict[Place, Row] = {(row.step, row.replica, row.operation): row for row in rows}
         self.steps = sorted({step for step, _, _ in self._rows})
         self.replicas = sorted({replica for _, replica, _ in self._rows})
-        first = [
-            row
-            for (step, replica, _), row in self._rows.items()
-            if (step, replica) == (self.steps[0], self.replicas[0])
-        ]
+        pattern = self.steps[0], self.replicas[0]
+        first = [row for (step, replica, _), row in self._rows.items() if (step, replica) == pattern]
         if any(row.chunk > 0 for row in first):
             raise TraceError(
                 "the pipeline is interleaved; only traces with one chunk of the model per stage are replayed"
