@@ -100,8 +100,9 @@ class RunQueries:
         Buckets partition the wall clock, so a slice lies between the sums of two samples. Two hours of down time that
         are added at once at a restart are shown as two hours. `open_seconds` are the last slice.
         """
-        query = f"max by (bucket) ({m.RUN_SECONDS_TOTAL}{_selector({}, self.ledger, exclude='queue')})"
+        query = f"max by (bucket) ({m.RUN_SECONDS_TOTAL}{self.ledger})"
         buckets = {series.labels["bucket"]: dict(series.points) for series in self.over(query)}
+        buckets.pop("queue", None)  # it is before the run's start
         before: dict[str, float] = dict.fromkeys(buckets, 0.0)
         slices: list[Slice] = []
         at = began
@@ -262,10 +263,6 @@ def _spells(points: list[tuple[float, float]], gap: float) -> list[tuple[float, 
     return spells
 
 
-def _selector(labels: dict[str, str], inside: str = "", exclude: str = "") -> str:
-    """Return a PromQL selector for `labels` and those of the selector `inside`, without the bucket `exclude`."""
-    parts = [inside[1:-1]] if inside else []
-    parts += [f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in labels.items()]
-    if exclude:
-        parts.append(f'bucket!="{exclude}"')
-    return "{" + ",".join(parts) + "}"
+def _selector(labels: dict[str, str]) -> str:
+    """Return a PromQL selector for `labels`."""
+    return "{" + ",".join(f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in labels.items()) + "}"
