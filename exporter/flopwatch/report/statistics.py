@@ -30,9 +30,7 @@ def mean_time_between(seconds: float, count: int, confidence: float = 0.95) -> M
 
 
 def _poisson(count: int, rate: float) -> float:
-    """Return the probability of at most `count` events if `rate` are expected."""
-    if rate == 0:
-        return 1.0
+    """Return the probability of at most `count` events if `rate`, more than 0, are expected."""
     return fsum(exp(k * log(rate) - rate - lgamma(k + 1)) for k in range(count + 1))
 
 
