@@ -93,11 +93,8 @@ class Hangs:
         if before is not None and step.seconds >= before.step.seconds:
             # The numbers of a rank that does not push are left out for a while.
             numbers = before.numbers | numbers
-            since = (
-                before.still_since
-                if all(before.numbers.get(key, now) == now for key, now in numbers.items())
-                else since
-            )
+            if all(before.numbers.get(key, now) == now for key, now in numbers.items()):
+                since = before.still_since
         self._late[source] = LateNode(step, received, numbers, since)
 
     def _judge(self, now: float) -> None:
