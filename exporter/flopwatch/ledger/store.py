@@ -275,9 +275,8 @@ class Store:
     def _new(self, ledger: Ledger, now: float) -> set[RunKey]:
         """Return the keys of new runs, whose counters are served as 0. A run once served in full is never new again."""
         firsts = {key: run.first for key, run in ledger.runs.items()}
-        known = {key for key, first in self._known.items() if key in firsts and firsts[key] == first}
-        unknown = {key: first for key, first in firsts.items() if key not in known and first is not None}
-        new = {key for key, first in unknown.items() if 0 <= now - first < self._new_for}
+        unknown = firsts.items() - self._known.items()
+        new = {key for key, first in unknown if first is not None and 0 <= now - first < self._new_for}
         self._known = {key: first for key, first in firsts.items() if key not in new}
         return new
 
