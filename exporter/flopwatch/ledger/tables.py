@@ -3,7 +3,7 @@
 import csv
 import io
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any
 
@@ -146,8 +146,7 @@ def _cause(incident: Mapping[str, Any] | None) -> str:
     return printable(f"{incident['cause']}{sure}{f' on {place}' if place else ''}")
 
 
-def _columns(lines: Iterable[Sequence[str]]) -> str:
-    rows = list(lines)
+def _columns(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
