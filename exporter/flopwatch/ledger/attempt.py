@@ -53,10 +53,6 @@ class ReportingNode:
         """Return the Unix time up to which the node's activities are known: process start plus age."""
         return self.start + self.age
 
-    def counts(self, name: str) -> bool:
-        """Return whether the node's last record has this total of its work."""
-        return name in self.work and name not in self.uncounted
-
     @property
     def order(self) -> float:
         """Return the sort key for choosing the node whose time the ledger follows. The lowest rank is first."""

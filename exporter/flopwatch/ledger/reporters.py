@@ -176,7 +176,8 @@ class Reporters:
     def all_count(self, name: str) -> bool:
         """Return whether the last record of each node has this total of its work."""
         if name not in self.counted:
-            self.counted[name] = all(node.counts(name) for node in self.nodes.values())
+            nodes = self.nodes.values()
+            self.counted[name] = all(name in node.work and name not in node.uncounted for node in nodes)
         return self.counted[name]
 
     def replaced(self, record: LedgerRecord, born: float) -> list[str]:
