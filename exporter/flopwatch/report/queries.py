@@ -89,10 +89,9 @@ class RunQueries:
         shown = ("convention", "dtype", "flops_source", "peak_source", "framework", "owner", "team", "external_id")
         return {name: info[0].labels[name] for name in shown if info[0].labels.get(name)} if info else {}
 
-    def hosts(self) -> list[str]:
-        """Return the hosts that ran ranks of the run."""
-        ranks = self._now(f"group by (host) ({self._last(m.TRAINING_RANK_INFO)})")
-        return sorted(series.labels.get("host", "") for series in ranks)
+    def host_count(self) -> int:
+        """Return how many hosts ran ranks of the run, 0 if that is unknown."""
+        return round(self._count(f"group by (host) ({self._last(m.TRAINING_RANK_INFO)})"))
 
     def timeline(self, began: float, open_seconds: float) -> list[Slice]:
         """Return the run's seconds per bucket over time, a slice for each sample in which the ledger's totals grew.
