@@ -126,7 +126,7 @@ class Store:
                 fcntl.flock(self._guard, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if path.exists() and path.stat().st_size == 0:
                     log.warning("%s is empty, so the ledger begins without its earlier runs", path)
-                self._db = self._open()
+                self._open()
             except BaseException:
                 os.close(self._guard)
                 raise
@@ -280,10 +280,10 @@ class Store:
         self._known = {key: first for key, first in firsts.items() if key not in new}
         return new
 
-    def _open(self) -> sqlite3.Connection:
-        """Return a connection to the file. Move a damaged file aside and start with an empty one."""
+    def _open(self) -> None:
+        """Connect to the file. Move a damaged file aside and start with an empty one."""
         try:
-            return self._connect()
+            self._connect()
         except SettingsError:
             raise
         except (sqlite3.DatabaseError, ValueError, TypeError, LookupError, RecursionError) as error:
@@ -292,10 +292,10 @@ class Store:
                 raise
             kept = self._set_aside()
             log.error("ledger: %s is damaged (%s): moved to %s, starting with an empty ledger", self._path, error, kept)
-            return self._connect()
+            self._connect()
 
-    def _connect(self) -> sqlite3.Connection:
-        """Check, upgrade and read the file, and return a connection to it."""
+    def _connect(self) -> None:
+        """Check, upgrade and read the file, and keep the connection to it."""
         db = sqlite3.connect(self._path, timeout=10, check_same_thread=False)
         try:
             db.execute("PRAGMA journal_mode=WAL")
@@ -311,12 +311,10 @@ class Store:
             if version == 0:  # a new file
                 db.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version={_VERSION}; COMMIT;")
             self._db = db
-            self._ledger = None
             self._read()
         except BaseException:
             db.close()
             raise
-        return db
 
     def _set_aside(self) -> Path:
         now = datetime.fromtimestamp(self._clock(), timezone.utc)
