@@ -2,18 +2,18 @@
 
     python bench/ledger.py [--nodes 16384] [--seconds 45]
 
-Every node of a simulated cluster sends a record of 8 ranks every 15 s at a random phase, as an exporter does: with its
-own connection and a token. The record has the waits of each rank in its tensor, pipeline and data parallel groups. The
-ledger answers with 200 once the record is on disk. Meanwhile the ledger is scraped every 3 s. The ledger is `flopwatch
-ledger` as shipped, on one core. The nodes run on the other cores. They first belong to 64 runs, then to one run, which
-has the most to write at a time.
+Every node of a simulated cluster sends a record of 8 ranks every 15 s at a random phase, as an exporter does: with a
+token, on a connection of its own, which it keeps. The record has the waits of each rank in its tensor, pipeline and
+data parallel groups. The ledger answers with 200 once the record is on disk. Meanwhile the ledger is scraped every 3 s.
+The ledger is `flopwatch ledger` as shipped, on one core. The nodes run on the other cores. They first belong to 64
+runs, then to one run, which has the most to write at a time.
 
 Then the ledger is killed and started again. The times of the records are ten minutes later than before. During an
 outage, a node keeps the newest record of a run, so each node has one to deliver. They are sent 64 at a time, as fast as
 they are answered. This is faster than exporters, which wait up to 90 s. Then the ledger is scraped, and its totals must
 match the records.
 
-CPU is user and system time of the ledger's process, from /proc. p99 is the time from connecting to the answer.
+CPU is user and system time of the ledger's process, from /proc. p99 is the time from a request to its answer.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import gc
 import json
 import os
 import random
+import re
 import sys
 import tempfile
 import time
@@ -38,6 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "exporter"))
 
 from bench.exporter import Side, free_port, running
+from bench.rules import many_files
 from flopwatch.catalogue.ranks import ranks_text
 
 INTERVAL = 15.0  # seconds between two records of a node
@@ -103,25 +105,39 @@ def record(nodes: int, node: int, runs: int, started: float, t: float) -> bytes:
         ]
     ).encode()
     return (
-        f"POST /v1/snapshots HTTP/1.1\r\nHost: ledger\r\nAuthorization: Bearer {TOKEN}\r\nConnection: close\r\n"
+        f"POST /v1/snapshots HTTP/1.1\r\nHost: ledger\r\nAuthorization: Bearer {TOKEN}\r\n"
         f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     ).encode() + body
 
 
-async def deliver(port: int, request: bytes) -> float:
-    """Send a request on a new connection, and return the seconds until the answer.
+class Connections:
+    """Kept connections of nodes to the ledger at `port`."""
 
-    Raises RuntimeError if the status is not 200.
-    """
-    began = time.perf_counter()
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(request)
-    answer = await reader.read()
-    seconds = time.perf_counter() - began
-    writer.close()
-    if b" 200 " not in answer[:20]:
-        raise RuntimeError(f"the ledger answers {answer[:300]!r}")
-    return seconds
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._kept: dict[int, tuple[asyncio.StreamReader, asyncio.StreamWriter]] = {}
+
+    async def deliver(self, node: int, request: bytes) -> float:
+        """Send a node's request, and return the seconds until the answer. The first one opens a connection.
+
+        Raises RuntimeError if the status is not 200.
+        """
+        began = time.perf_counter()
+        if node not in self._kept:
+            self._kept[node] = await asyncio.open_connection("127.0.0.1", self._port)
+        reader, writer = self._kept[node]
+        writer.write(request)
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = re.search(rb"\r\ncontent-length: (\d+)\r\n", head)
+        if b" 200 " not in head[:20] or length is None:
+            raise RuntimeError(f"the ledger answers {head!r}")
+        await reader.readexactly(int(length[1]))
+        return time.perf_counter() - began
+
+    def close(self) -> None:
+        """Close all connections."""
+        for _, writer in self._kept.values():
+            writer.close()
 
 
 async def scrapes(side: Side) -> None:
@@ -130,7 +146,9 @@ async def scrapes(side: Side) -> None:
         await asyncio.gather(asyncio.to_thread(side.scrape), asyncio.sleep(SCRAPED))
 
 
-async def steady(side: Side, nodes: int, runs: int, started: float, shift: float, seconds: float) -> list[float]:
+async def steady(
+    side: Side, connections: Connections, nodes: int, runs: int, started: float, shift: float, seconds: float
+) -> list[float]:
     """Send a record of each node every INTERVAL seconds, for `seconds`. Return the latency of each request.
 
     `shift` is added to the time of the records. The ledger is scraped, too. Raises RuntimeError if it leaves a record
@@ -140,8 +158,8 @@ async def steady(side: Side, nodes: int, runs: int, started: float, shift: float
     taken: list[float] = []
     waiting: set[asyncio.Task[None]] = set()  # only those, since a collection of all would hold up this process
 
-    async def send(request: bytes) -> None:
-        taken.append(await deliver(side.port, request))
+    async def send(node: int, request: bytes) -> None:
+        taken.append(await connections.deliver(node, request))
 
     begin = time.monotonic()
     phases = sorted((random.random() * INTERVAL, node) for node in range(nodes))
@@ -149,7 +167,7 @@ async def steady(side: Side, nodes: int, runs: int, started: float, shift: float
     for turn in range(turns):
         for phase, node in phases:
             await asyncio.sleep(max(0.0, begin + turn * INTERVAL + phase - time.monotonic()))
-            task = asyncio.create_task(send(record(nodes, node, runs, started, time.time() + shift)))
+            task = asyncio.create_task(send(node, record(nodes, node, runs, started, time.time() + shift)))
             waiting.add(task)
             task.add_done_callback(waiting.discard)
     await asyncio.gather(*waiting)
@@ -159,18 +177,20 @@ async def steady(side: Side, nodes: int, runs: int, started: float, shift: float
     return taken
 
 
-async def at_once(port: int, nodes: int, runs: int, started: float, t: float) -> tuple[float, list[float]]:
+async def at_once(
+    connections: Connections, nodes: int, runs: int, started: float, t: float
+) -> tuple[float, list[float]]:
     """Send a record of each node, AT_ONCE at a time, as fast as they are answered.
 
     Return the total seconds and the latency of each request.
     """
-    waiting = [record(nodes, node, runs, started, t + random.random()) for node in range(nodes)]
+    waiting = [(node, record(nodes, node, runs, started, t + random.random())) for node in range(nodes)]
     random.shuffle(waiting)
     taken: list[float] = []
 
     async def work() -> None:
         while waiting:
-            taken.append(await deliver(port, waiting.pop()))
+            taken.append(await connections.deliver(*waiting.pop()))
 
     began = time.perf_counter()
     await asyncio.gather(*(work() for _ in range(AT_ONCE)))
@@ -207,27 +227,27 @@ def ledger(folder: Path) -> Iterator[Side]:
             os.sched_setaffinity(0, cores)
 
 
-def measure(nodes: int, runs: int, seconds: float, folder: Path) -> None:
+async def measure(nodes: int, runs: int, seconds: float, folder: Path) -> None:
     """Measure a ledger with the records of `nodes` nodes in `runs` runs, and print the rows of the table.
 
     Raises RuntimeError if the totals of the ledger do not match the records.
     """
     now = time.time()
     started, shift = now - AGE, -OUTAGE - seconds - 120
-    with ledger(folder) as side:
-        asyncio.run(at_once(side.port, nodes, runs, started, now + shift - 60))  # the first record of each node
+    with ledger(folder) as side, contextlib.closing(Connections(side.port)) as connections:
+        await at_once(connections, nodes, runs, started, now + shift - 60)  # the first record of each node
         # A collection of the objects of all nodes would hold up this process, and count as latency of the ledger.
         gc.collect()
         gc.freeze()
         used = side.used()
-        taken = asyncio.run(steady(side, nodes, runs, started, shift, seconds))
+        taken = await steady(side, connections, nodes, runs, started, shift, seconds)
         used = side.used() - used
         row(f"{nodes} nodes in {runs} run{'s' if runs > 1 else ''}, every {INTERVAL:g} s", taken, used, seconds, side)
         side.process.kill()
         side.process.wait()
-    with ledger(folder) as side:
+    with ledger(folder) as side, contextlib.closing(Connections(side.port)) as connections:
         used = side.used()
-        total, taken = asyncio.run(at_once(side.port, nodes, runs, started, now))
+        total, taken = await at_once(connections, nodes, runs, started, now)
         row("  catching up after ten minutes", taken, side.used() - used, total, side)
         began = time.perf_counter()
         with urllib.request.urlopen(f"http://127.0.0.1:{side.port}/metrics", timeout=30) as reply:
@@ -265,8 +285,8 @@ def main() -> int:
         f"{'PSS':>10}"
     )
     for runs in (64, 1):
-        with tempfile.TemporaryDirectory() as name:
-            measure(options.nodes, runs, max(INTERVAL, options.seconds), Path(name))
+        with tempfile.TemporaryDirectory() as name, many_files():
+            asyncio.run(measure(options.nodes, runs, max(INTERVAL, options.seconds), Path(name)))
     return 0
 
 

@@ -251,8 +251,57 @@ def test_what_cannot_work_is_one_line_at_start(flags: list[str], message: str, t
 def test_a_small_delivery_of_an_exporter_is_answered_without_the_application(ledger: Ledger) -> None:
     record = {"t": 100, "run": "small", "event": "start", "attempt": "a", "source": "n1"}
     reply = httpx.post(f"http://127.0.0.1:{ledger.port}/v1/snapshots", json=[record, record])
-    assert (reply.status_code, reply.json(), reply.headers["connection"]) == (200, {"accepted": 2}, "close")
+    assert (reply.status_code, reply.json()) == (200, {"accepted": 2})
+    assert [*reply.headers] == ["date", "content-type", "content-length"]  # the application has another order
     assert "small" in ledger.ask("GET", "/v1/runs")[1]
+
+
+def test_a_kept_connection_takes_deliveries_that_do_not_wait_for_an_answer(ledger: Ledger) -> None:
+    def request(run: str, *, count: int = 1, line: str = "") -> bytes:
+        record = {"t": 100, "run": run, "event": "start", "attempt": "a", "source": "n1"}
+        body = json.dumps([record] * count).encode()
+        head = f"Host: 127.0.0.1\r\n{line}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        return b"POST /v1/snapshots HTTP/1.1\r\n" + head.encode() + body
+
+    # The large one is left to the application, and so are all later ones of the connection.
+    last = request("last", line="Connection: close\r\n")
+    requests = [request("one"), request("two"), request("large", count=2000), last]
+    with socket.create_connection(("127.0.0.1", ledger.port), timeout=PATIENCE) as client:
+        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        answers = b""
+        client.sendall(requests[0])
+        time.sleep(0.001)
+        client.sendall(requests[1])  # while the first is written
+        while answers.count(b"accepted") < 2 and (part := client.recv(65536)):
+            answers += part
+        for left in requests[2:]:
+            client.sendall(left)
+        while part := client.recv(65536):
+            answers += part
+    assert re.findall(rb"HTTP/1.1 (\d+)", answers) == [b"200"] * 4
+    assert re.findall(rb'"accepted": ?(\d+)', answers) == [b"1", b"1", b"2000", b"1"]
+    runs = json.loads(ledger.ask("GET", "/v1/runs")[1])["runs"]
+    assert {"one", "two", "large", "last"} <= {run["run"] for run in runs}
+
+
+def test_more_exporters_keep_a_connection_than_the_soft_limit_of_open_files(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = 256
+    resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
+    try:
+        serving_it = serving(tmp_path / "ledger")
+        ledger = serving_it.__enter__()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    with ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        stack.push(serving_it)
+        clients = [http.client.HTTPConnection("127.0.0.1", ledger.port, timeout=PATIENCE) for _ in range(few + 50)]
+        for client in clients:
+            stack.callback(client.close)
+        for client in clients * 2:
+            client.request("GET", "/healthz")
+            assert client.getresponse().read() == b"ok\n"
 
 
 def test_deliveries_are_answered_after_one_whose_write_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

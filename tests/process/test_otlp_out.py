@@ -168,7 +168,7 @@ def test_every_training_family_arrives_under_its_own_name_and_labels(backend: Ba
                 )
             )
         )
-    wire.close()
+    wire.connection.close()
     ids = {"run": run, "rank": "3"}
     expected = {one for row in TRAINING for one in exposed(row, {key: {**text, **ids}[key] for key in row.labels})}
     eventually(lambda: backend.series(run), expected)
@@ -362,7 +362,7 @@ def test_pushes_share_a_connection_until_the_server_closes_it() -> None:
         wire = Wire(f"http://127.0.0.1:{server.server_port}", 0.0, None)
         for _ in range(6):
             assert not wire.send(b"push")
-        wire.close()
+        wire.connection.close()
         server.shutdown()
     assert [ports.index(port) for port in ports] == [0, 0, 0, 3, 3, 5]
 

@@ -209,7 +209,7 @@ def test_a_ca_file_is_read_for_each_push(stack: Stack, tmp_path: Path) -> None:
         wire.send(b"")
     write(ca, stack.ca.file.read_text())
     wire.send(b"")
-    wire.close()
+    wire.connection.close()
 
 
 def test_a_ledgers_ca_and_token_files_are_read_for_each_request(stack: Stack, tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ _PLAIN_HEAD = re.compile(
     re.I,
 )
 MAX_DIRECT = 1 << 16  # bytes of a request
-KEEP_ALIVE = 75  # seconds that an idle one of `max_connections` is kept: more than between two scrapes or pushes
+KEEP_ALIVE = 75  # seconds that an idle connection is kept: more than between two scrapes or pushes
 _LENGTH = re.compile("[0-9]{1,5}")
 LINGER = 1.0  # seconds a body may arrive after the response, so that the client can read the response
 
@@ -226,7 +226,8 @@ class _Protocol(H11Protocol):
             return
         others = [one for one in self.connections if isinstance(one, _Protocol) and one is not self]
         counts = Counter(one._address for one in others)
-        idle = [one for one in others if one.cycle is None or one.cycle.response_complete]
+        # One whose answer is being made does not read.
+        idle = [one for one in others if one.transport.is_reading() and (not one.cycle or one.cycle.response_complete)]
         if idle:
             oldest = min(idle, key=lambda one: (-counts[one._address], one._idle_since))
             self.connections.discard(oldest)
@@ -263,7 +264,7 @@ class _Protocol(H11Protocol):
             log.exception("request left to the application head=%r", self._head)
             return False
         if isinstance(answer, asyncio.Future):
-            self._received, self._last = data, True  # its connection is not kept
+            self._received = data
             self._request_timeout.stop()
             self.transport.pause_reading()
             answer.add_done_callback(self._answer_later)
@@ -288,9 +289,11 @@ class _Protocol(H11Protocol):
         return True
 
     def _answer_later(self, answer: "asyncio.Future[Answer]") -> None:
+        data, self._received = self._received, b""
+        self._head, self._responder = b"", lambda body: None  # a connection that waits for long keeps little
+        self.transport.resume_reading()
         if not self.transport.is_closing() and not self._respond(answer.result()):
-            data, self._direct = self._received, None
-            self.transport.resume_reading()
+            self._direct = None
             self.data_received(data)
 
     def _respond(self, answer: Answer) -> bool:
@@ -362,7 +365,7 @@ def server(app: App, max_connections: int | None = None, direct: Direct | None =
             ws="none",
             server_header=False,
             limit_concurrency=max_connections,
-            timeout_keep_alive=5 if max_connections is None else KEEP_ALIVE,
+            timeout_keep_alive=KEEP_ALIVE,
             timeout_graceful_shutdown=1,
         )
     )

@@ -4,25 +4,21 @@ Records are cumulative, so only the newest of an attempt matter. Undelivered rec
 ledger they are also on disk. No error affects a push or a scrape.
 """
 
-import functools
 import hashlib
-import http.client
 import json
 import logging
 import math
 import random
-import ssl
 import threading
 import time
 from base64 import b64encode
 from collections.abc import Callable
-from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 from flopwatch import catalogue as m
-from flopwatch.http.client import client_tls
+from flopwatch.connection import KeptConnection
 from flopwatch.ledger.record import RecordError
 from flopwatch.node.collectors import StateFile, replace_file
 from flopwatch.node.scrape.reader import Reading
@@ -58,8 +54,6 @@ URL_TIMEOUT = 5.0
 STOP_TIMEOUT = 0.5
 SAVE_INTERVAL = 15.0  # seconds between two writes of the state from which evidence continues after a restart
 MAX_PENDING = 1000
-
-_tls = functools.lru_cache(1)(lambda ca_file, modified: client_tls(ca_file))  # loading the system's CAs takes 28 ms
 
 
 def _wanted(body: str) -> list[RankKey] | None:
@@ -148,10 +142,12 @@ class Remote:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._url = url.rstrip("/") + "/v1/snapshots"
-        self._token_file, self._ca_file = token_file, ca_file
+        self._token_file = token_file
         self._spool, self._outcomes, self._interval, self._clock = spool, outcomes, interval, clock
         self._next: dict[tuple[str, str], float] = {}
         self._states: dict[AttemptKey, tuple[object, StepTrend]] = {}  # last ones of attempts
+        place = urlsplit(self._url)
+        self._connection = KeptConnection(place.netloc.rpartition("@")[2], place.scheme == "https", ca_file)
         self._backoff = self._retry_at = self._took = 0.0  # _took: seconds that the last answer took
         self.pending = self._spooled()
         self.wanted: list[RankKey] = []  # ranks whose stacks it requests
@@ -239,26 +235,13 @@ class Remote:
 
     def _post(self, body: bytes, timeout: float) -> tuple[int, str]:
         """Return the status and the first bytes of the response. Raises OSError or ValueError without a response."""
-        place, headers = urlsplit(self._url), {"Content-Type": "application/json", "Connection": "close"}
+        place, headers = urlsplit(self._url), {"Content-Type": "application/json"}
         if self._token_file is not None:
             headers["Authorization"] = f"Bearer {self._token_file.read_text().strip()}"
-        user, _, host = place.netloc.rpartition("@")
-        if user:
+        if user := place.netloc.rpartition("@")[0]:
             headers["Authorization"] = f"Basic {b64encode(unquote(user).encode()).decode()}"
-        try:
-            connection = http.client.HTTPConnection(host, timeout=timeout)
-            if place.scheme == "https":  # with the CA file as it is now, so that it can be replaced
-                tls = _tls(self._ca_file, self._ca_file and self._ca_file.stat().st_mtime_ns)
-                connection = http.client.HTTPSConnection(host, timeout=timeout, context=tls)
-            with closing(connection):
-                connection.connect()
-                with suppress(ConnectionError):  # a ledger that refuses a long body need not read it
-                    connection.request("POST", place.path, body, headers)
-                response = connection.getresponse()
-                return response.status, response.read(500).decode(errors="replace")
-        except (http.client.HTTPException, ssl.SSLError) as error:
-            _tls.cache_clear()  # the system's CAs may be new
-            raise OSError(str(error)) from error
+        response, answer = self._connection.post(place.path, body, headers, timeout, 500)
+        return response.status, answer.decode(errors="replace")
 
     def _spooled(self) -> dict[AttemptKey, list[Record]]:
         pending: dict[AttemptKey, list[Record]] = {}

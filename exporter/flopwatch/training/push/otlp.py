@@ -6,9 +6,7 @@ labels, and each change would begin new series. No OTEL_* variable, proxy or glo
 https://github.com/open-telemetry/opentelemetry-proto/blob/main/opentelemetry/proto/metrics/v1/metrics.proto
 """
 
-import functools
 import gzip
-import http.client
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -38,6 +36,7 @@ from opentelemetry.sdk.resources import Resource
 from flopwatch import __version__
 from flopwatch.catalogue import TRAINING_STEP_DURATION_SECONDS, Metric, all_metrics
 from flopwatch.catalogue.stacks import SEND_STACKS
+from flopwatch.connection import KeptConnection
 from flopwatch.training.recorder import Snapshot
 
 SCOPE = "flopwatch.training"
@@ -82,10 +81,10 @@ class Wire:
         port = parts.port or (443 if secure else 4318)
         if ca_file is not None and not secure:
             raise ValueError(f"FLOPWATCH_CA_FILE is for https, and the endpoint is {endpoint!r}; nothing is pushed")
-        self._connect = _connect(host, port, secure, ca_file)
-        self._kept: http.client.HTTPConnection | None = None
         self._path = parts.path.rstrip("/").removesuffix("/v1/metrics") + "/v1/metrics"
-        self.url = f"{parts.scheme}://{f'[{host}]' if ':' in host else host}:{port}{self._path}"
+        place = f"{f'[{host}]' if ':' in host else host}:{port}"
+        self.connection = KeptConnection(place, secure, ca_file)
+        self.url = f"{parts.scheme}://{place}{self._path}"
         self._headers = _headers(headers, "FLOPWATCH_HEADERS")
         if any(name.lower() == "authorization" for name in self._headers):
             # A job's environment is in core dumps, in the scheduler's records and in what /proc shows.
@@ -152,7 +151,10 @@ class Wire:
                 headers["Authorization"] = f"Bearer {self._token_file.read_text().strip()}"
         except (OSError, ValueError) as error:
             raise Undelivered(f"cannot read the token or the headers: {error}") from error
-        response, answer = self._post(body, headers)
+        try:
+            response, answer = self.connection.post(self._path, body, headers, TIMEOUT, 65536)
+        except OSError as error:
+            raise Undelivered(f"no answer: {error!r}") from error
         if not 200 <= response.status < 300:
             raise Undelivered(f"the answer is {response.status}: {answer[:200].decode(errors='replace')}")
         if response.getheader("Content-Type") != PROTOBUF:
@@ -164,46 +166,6 @@ class Wire:
         if partial.rejected_data_points:
             raise Undelivered(f"{partial.rejected_data_points} points were refused: {partial.error_message}")
         return bool(partial.error_message == SEND_STACKS)
-
-    def _post(self, body: bytes, headers: dict[str, str]) -> tuple[http.client.HTTPResponse, bytes]:
-        """Return the response and its first bytes. The connection is kept until either side closes it."""
-        kept, self._kept = self._kept, None
-        try:
-            connection = self._connect() if kept is None else kept
-        except OSError as error:
-            raise Undelivered(f"cannot use the CA file: {error}") from error
-        try:
-            connection.request("POST", self._path, body, headers)
-            response = connection.getresponse()
-            answer = response.read(65536)
-        except (OSError, http.client.HTTPException) as error:
-            connection.close()
-            if kept is not None and not isinstance(error, TimeoutError):  # closed by the server since the last push
-                return self._post(body, headers)
-            raise Undelivered(f"no answer: {error!r}") from error
-        if connection.sock is not None and response.isclosed():
-            self._kept = connection
-        else:
-            connection.close()
-        return response, answer
-
-    def close(self) -> None:
-        """Close the kept connection. The next push opens another one."""
-        kept, self._kept = self._kept, None
-        if kept is not None:
-            kept.close()
-
-
-def _connect(host: str, port: int, secure: bool, ca_file: Path | None) -> Callable[[], http.client.HTTPConnection]:
-    """Return a function that opens a connection. It reads the CA file each time, so that the file can be replaced."""
-    if not secure:
-        return functools.partial(http.client.HTTPConnection, host, port, timeout=TIMEOUT)
-    import ssl  # takes 10 ms, which a push to the own node need not pay
-
-    https = functools.partial(http.client.HTTPSConnection, host, port, timeout=TIMEOUT)
-    if ca_file is not None:
-        return lambda: https(context=ssl.create_default_context(cafile=ca_file))
-    return functools.partial(https, context=ssl.create_default_context())
 
 
 def _headers(text: str, variable: str) -> dict[str, str]:

@@ -80,7 +80,7 @@ class Pusher:
         try:
             self._push()
         finally:
-            self._wire.close()
+            self._wire.connection.close()
             self._done = True
             self._ended.put(None)
 
@@ -101,7 +101,7 @@ class Pusher:
                 deadline = min(deadline, time.monotonic() + LAST_PUSH)
             try:
                 if last is not None:
-                    self._wire.close()  # a dead one would take all the time that is left
+                    self._wire.connection.close()  # a dead one would take all the time that is left
                 lines = stacks.samples(*answers.running, lambda: self._stopping) if answers and answers.running else ""
                 snapshot = self._snapshot() if last is None else last
                 if self._stopping and not stopping:
