@@ -317,7 +317,7 @@ def main() -> Iterator[tuple[str, Any]]:
     fully_shard(both, mesh=mesh["dp"])
     yield (
         "tensor_parallel_groups",
-        [waits._tensor_parallel(group) for model in (fsdp2(), both) for group in list(waits._fsdp_groups(model))[:1]],
+        [waits._tensor_parallel(group) for model in (fsdp2(), both) for group in list(waits.fsdp_groups(model))[:1]],
     )
 
     # Use the host as the device: its clock gives the marks, and the waits of streams do nothing.
@@ -330,13 +330,13 @@ def main() -> Iterator[tuple[str, Any]]:
 
     run.recorder.waited = count  # type: ignore[method-assign]
     watching = waits.Watch(run.recorder)
-    for group in waits._fsdp_groups(model):
+    for group in waits.fsdp_groups(model):
         waits._watch_group(watching, group)
     yield "fsdp2_marked", train(model, run=run, watched=None, micro_batches=2) | {"brackets": len(brackets)}
     watching.remove()
     yield (
         "fsdp2_put_back",
-        not any("timed" in str(value) for group in waits._fsdp_groups(model) for value in vars(group).values()),
+        not any("timed" in str(value) for group in waits.fsdp_groups(model) for value in vars(group).values()),
     )
     yield "fsdp2_marked unwatched", train(fsdp2(), watched=None, micro_batches=2)
 

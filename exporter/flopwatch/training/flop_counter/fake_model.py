@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from flopwatch.training.flop_counter.operators import Counter
 from flopwatch.training.flop_counter.results import Uncountable
 from flopwatch.training.torch.graphed import uncaptured
+from flopwatch.training.torch.waits import fsdp_groups
 
 MAX_ITEMS = 10_000  # elements of a list in a module: more are a data set
 
@@ -26,13 +27,9 @@ MAX_ITEMS = 10_000  # elements of a list in a module: more are a data set
 def cut_parameters(model: torch.nn.Module) -> dict[int, tuple[int, int]]:
     """Return (dimension, parts) by id of the parameters that tensor parallelism shards, without the shards of FSDP."""
     data_parallel = {}
-    module: Any
-    for module in model.modules():
-        if hasattr(module, "_get_fsdp_state"):
-            state = module._get_fsdp_state()
-            for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
-                for parameter in () if group is None else group.fsdp_params:
-                    data_parallel[id(parameter.sharded_param)] = group.mesh_info.mesh.ndim
+    for group in fsdp_groups(model):
+        for parameter in group.fsdp_params:
+            data_parallel[id(parameter.sharded_param)] = group.mesh_info.mesh.ndim
     parts = {}
     for parameter in model.parameters():
         mesh: Any = getattr(parameter, "device_mesh", None)

@@ -10,7 +10,7 @@ import torch.distributed
 from torch.nn.parallel import DistributedDataParallel
 
 from flopwatch.training.process.parallel import DIMENSIONS
-from flopwatch.training.torch.waits import Unmeasured, _fsdp_groups, watch
+from flopwatch.training.torch.waits import Unmeasured, fsdp_groups, watch
 
 __all__ = ["CudaCard", "agreed", "card", "replica_ranks", "watch"]
 
@@ -83,7 +83,7 @@ def replica_ranks(model: object) -> int | None:
     meshes = [getattr(parameter, "device_mesh", None) for parameter in model.parameters()]
     over_all = [mesh for mesh in meshes if mesh is not None and mesh.size() == world_size]
     try:
-        group = next(_fsdp_groups(model), None)
+        group = next(fsdp_groups(model), None)
     except Unmeasured:
         return None
     if group is not None:

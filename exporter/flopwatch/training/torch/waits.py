@@ -140,7 +140,7 @@ def _watch(watched: Watch, model: object) -> None:
         _watch_host(watched)
         return
     reducers = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
-    groups = list(_fsdp_groups(model))
+    groups = list(fsdp_groups(model))
     # Not the parameters' alone: FSDP2 may keep its shards on the host and compute elsewhere.
     devices = {group.device.type for group in groups} or {parameter.device.type for parameter in model.parameters()}
     names = ", ".join(sorted(devices))
@@ -227,7 +227,7 @@ class _Bracket:
                 _queue(functools.partial(self._watch.ends, began, group))
 
 
-def _fsdp_groups(model: torch.nn.Module) -> Iterator[Any]:
+def fsdp_groups(model: torch.nn.Module) -> Iterator[Any]:
     """Yield FSDP2's parameter groups of this model. Raises Unmeasured for an unknown release of PyTorch."""
     # Looked up, not imported: a sharded model has imported it. The second one has it in torch 2.4 and 2.5.
     places = [sys.modules.get("torch.distributed." + name) for name in ("fsdp", "_composable.fsdp")]
