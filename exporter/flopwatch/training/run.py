@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from flopwatch.training import context_managers as contexts
 from flopwatch.training.instruments import Instruments
@@ -33,32 +33,25 @@ log = logging.getLogger("flopwatch")
 
 STATUSES = ("completed", "stopped", "preempted", "resized", "failed")
 
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 _T = TypeVar("_T")
 
 
-def _guarded(
-    fallback: Callable[[], _R],
-) -> Callable[[Callable[Concatenate[Any, _P], _R]], Callable[Concatenate[Any, _P], _R]]:
+def _guarded(fallback: Callable[[], object]) -> Callable[[_Method], _Method]:
     """Return a decorator for methods of Run that reports an exception and then returns `fallback()`."""
 
-    def decorate(method: Callable[Concatenate[Any, _P], _R]) -> Callable[Concatenate[Any, _P], _R]:
+    def decorate(method: _Method) -> _Method:
         @functools.wraps(method)
-        def guarded(self: Any, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        def guarded(self: Any, /, *args: Any, **kwargs: Any) -> Any:
             try:
                 return method(self, *args, **kwargs)
             except Exception as error:
                 self.recorder.failed(method.__name__, error)
                 return fallback()
 
-        return guarded
+        return cast(_Method, guarded)
 
     return decorate
-
-
-def _empty() -> AbstractContextManager[None]:
-    return nullcontext()
 
 
 class Run:
@@ -276,7 +269,7 @@ class Run:
         self.recorder.failed("activity", ValueError(f"unknown {text_of(name)} counts as other; write one of {known}"))
         return self._activities.get("other", nullcontext())
 
-    @_guarded(_empty)
+    @_guarded(nullcontext)
     def checkpoint(self, step: int | None = None) -> AbstractContextManager[None]:
         """Return a context manager around a blocking save of the checkpoint of `step`, by default the last one.
 
@@ -286,18 +279,18 @@ class Run:
         """
         return contexts.Checkpoint(self.recorder, None if step is None else int(amount("step", step)))
 
-    @_guarded(_empty)
+    @_guarded(nullcontext)
     def host_to_device(self) -> AbstractContextManager[None]:
         """Return a context manager that records a batch's copy to the device as a phase, on the copying stream."""
         return contexts.Copy(self.recorder)
 
-    @_guarded(_empty)
+    @_guarded(nullcontext)
     def background_save(self) -> AbstractContextManager[None]:
         """Return a context manager, usable on any thread, around a checkpoint save that runs while training goes on."""
         return contexts.Background(self.recorder)
 
     # A rank that measures fewer waits than others looks like the straggler.
-    @_guarded(_empty)
+    @_guarded(nullcontext)
     def collective_wait(self, group: Any = None) -> AbstractContextManager[None]:
         """Return a context manager around a wait for other ranks that `watch()` misses. Use it on all ranks alike.
 
