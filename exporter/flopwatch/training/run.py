@@ -147,7 +147,7 @@ class Run:
     def _begin(self, parallel: object, replica_ranks: float | None, before: Iterable[tuple[str, float, float]]) -> None:
         """Start recording, and end an earlier Run of this process that still pushes."""
         recorder = self.recorder
-        replica = self._arguments.number(replica_ranks=replica_ranks)
+        replica = self._arguments.number("replica_ranks", replica_ranks)
         if replica is not None and self.world_size % replica != 0:
             self._arguments.refuse(
                 f"replica_ranks={replica_ranks!r} is ignored: it does not divide the {self.world_size} ranks"

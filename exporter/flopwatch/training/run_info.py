@@ -26,18 +26,16 @@ class Arguments:
         """Return the argument as text or, if it is None, the environment variable's value, "" if that is not set."""
         return self.environ.get(variable, "") if argument is None else str(argument)
 
-    def number(self, **argument: object) -> float | None:
-        """Return the value of the one keyword argument as a number above 0. None if it is None or invalid."""
-        ((name, value),) = argument.items()
+    def number(self, name: str, value: object) -> float | None:
+        """Return the value of the argument `name` as a number above 0. None if it is None or invalid."""
         try:
             return None if value is None else positive(name, value)
         except ValueError as error:
             self._failed("__init__", error)
             return None
 
-    def choice(self, choices: tuple[str, ...], **argument: object) -> str | None:
-        """Return the value of the one keyword argument if it is a choice. Otherwise report it and return None."""
-        ((name, value),) = argument.items()
+    def choice(self, name: str, value: object, choices: tuple[str, ...]) -> str | None:
+        """Return the value of the argument `name` if it is a choice. Otherwise report it and return None."""
         if value in choices:
             return str(value)
         self.refuse(f"{name}={text_of(value)!r} is ignored; write {' or '.join(filter(len, choices))}")
@@ -89,8 +87,8 @@ def declare(
     tenant, owner, team = (
         getattr(launch, name) if texts[name] is None else str(texts[name]) for name in ("tenant", "owner", "team")
     )
-    page = given.choice(("always", ""), page=given.text(texts["page"], "FLOPWATCH_PAGE")) or ""
-    submitted = given.number(submitted_at=submitted)
+    page = given.choice("page", given.text(texts["page"], "FLOPWATCH_PAGE"), ("always", "")) or ""
+    submitted = given.number("submitted_at", submitted)
     own = given.environ, process, start, launch, host
     return RunInfo(*own, uuid, launcher.clean(tenant), owner, team, page, dtype, submitted)
 
@@ -99,17 +97,17 @@ def declare_flops(
     arguments: Arguments, totals: Totals, per_token: float | PackedFlops | None, convention: str, hardware: float | None
 ) -> None:
     """Set model FLOPs per token, hardware FLOPs per token and the convention in `totals`, as far as they are valid."""
-    totals.convention = arguments.choice(("causal", "full", "palm"), convention=convention) or "unknown"
+    totals.convention = arguments.choice("convention", convention, ("causal", "full", "palm")) or "unknown"
     if not hasattr(per_token, "flops"):
-        totals.flops_per_token = arguments.number(flops_per_token=per_token)
+        totals.flops_per_token = arguments.number("flops_per_token", per_token)
     elif totals.convention != "unknown":  # a formula needs a known convention
         totals.packed_flops = per_token
-    totals.hardware_flops_per_token = arguments.number(hardware_flops_per_token=hardware)
+    totals.hardware_flops_per_token = arguments.number("hardware_flops_per_token", hardware)
 
 
 def declare_peak(arguments: Arguments, info: RunInfo, peak_flops: float | None, peak_source: str | None) -> None:
     """Set Run's peak_flops, in FLOP/s, and its peak_source in place of the card's peak in the data-sheet table."""
-    info.peak = arguments.number(peak_flops=peak_flops)
+    info.peak = arguments.number("peak_flops", peak_flops)
     if info.peak is not None:
         info.peak_source = peaks.override(info.peak, peak_source or "").source
     if peak_source is not None and peak_flops is None:
