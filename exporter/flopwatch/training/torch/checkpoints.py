@@ -42,7 +42,6 @@ class Checkpoints:
         self.installed = False
         self._pending: int | None = None  # step of saved files that may not be complete
         self._committing = threading.Lock()  # of _pending
-        self._polled: Recorder | None = None
         # Restores before the run was made: activity, begin and end on the clock.
         self.before: list[tuple[str, float, float]] = []
         self.loaded_step: int | None = None
@@ -74,8 +73,7 @@ class Checkpoints:
     def report_to(self, recorder: Recorder) -> None:
         """Record checkpoints with this recorder from now on."""
         self.recorder, self._pending = recorder, None
-        if self._polled is not recorder:
-            self._polled = recorder
+        if self._look not in recorder.polls:
             recorder.poll(self._look)
 
     def training_goes_on(self) -> None:
