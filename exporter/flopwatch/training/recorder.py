@@ -287,7 +287,5 @@ class Recorder:
         if hasattr(per_token, "flops"):
             self.totals.packed_flops = per_token
         elif per_token is not None:
-            try:
+            with self.reporting("set_flops"):
                 self.totals.flops_per_token = positive("flops_per_token", per_token)
-            except ValueError as error:
-                self.failed("set_flops", error)

@@ -39,10 +39,8 @@ class Snapshots:
         """Return the totals up to now. The `last` one calls no poll callbacks and does not wait for the device."""
         recorder, info = self._recorder, self._info
         for callback in () if last else tuple(recorder.polls):
-            try:
+            with recorder.reporting("poll"):
                 callback()
-            except Exception as error:
-                recorder.failed("poll", error)
         if info.submitted_at is None and recorder.rank == 0 and not last:
             info.submitted_at = self._submission()
         totals = recorder.totals
@@ -63,11 +61,9 @@ class Snapshots:
             return Snapshot(self._resource(totals, now), points, durations, running if runs else None)
 
     def _stuck_frame(self, totals: Totals, now: float) -> str | None:
-        try:
+        with self._recorder.reporting("snapshot"):
             return self._stuck.look(totals.loop_thread, *totals.timeline.open, now, totals.step_seconds)
-        except Exception as error:
-            self._recorder.failed("snapshot", error)
-            return None
+        return None
 
     def _resource(self, totals: Totals, now: float) -> dict[str, str | int | float]:
         info, own, process = self._info, self._info.identity, self._info.process
