@@ -10,12 +10,10 @@ def tensors(output: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors in a tensor, mapping, list, tuple or dataclass, however they are nested."""
     if isinstance(output, torch.Tensor):
         yield output
-    elif isinstance(output, Mapping):
-        for value in output.values():
-            yield from tensors(value)
     elif isinstance(output, (list, tuple)):
         for value in output:
             yield from tensors(value)
+    elif isinstance(output, Mapping):
+        yield from tensors(list(output.values()))
     elif hasattr(output, "__dataclass_fields__"):
-        for name in output.__dataclass_fields__:
-            yield from tensors(getattr(output, name))
+        yield from tensors([getattr(output, name) for name in output.__dataclass_fields__])
