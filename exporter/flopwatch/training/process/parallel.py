@@ -10,7 +10,7 @@ import math
 import operator
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 Coordinate = tuple[int, int]  # rank in the group, ranks of the group
@@ -46,14 +46,13 @@ class Parallel:
 
     def labels(self) -> dict[str, str]:
         """Return the labels dp, tp, pp, cp and ep with this rank's number in each group, "" if unknown."""
-        groups = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: "" if group is None else str(group[0]) for name, group in groups.items()}
+        return {name: "" if group is None else str(group[0]) for name, group in asdict(self).items()}
 
 
 def parallel(given: object, world_size: int) -> Parallel:
     """Return the coordinates from a mapping, a DeviceMesh or Megatron's state. Raises ValueError if they do not fit."""
     if isinstance(given, Parallel):
-        groups: Mapping[str, Any] = {field.name: getattr(given, field.name) for field in fields(given)}
+        groups: Mapping[str, Any] = asdict(given)
     elif isinstance(given, Mapping):
         groups = given
     elif hasattr(given, "mesh_dim_names"):
