@@ -46,7 +46,6 @@ OUTERMOST = {
     "context_managers.Batches.__init__",
     "context_managers.Batches.__iter__",
     "context_managers.Checkpoint.__init__",
-    "context_managers.Checkpoint.__enter__",
     "context_managers.Checkpoint.__exit__",
     "context_managers._Timed.__init__",
     "context_managers.Wait.__enter__",

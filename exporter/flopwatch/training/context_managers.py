@@ -37,17 +37,15 @@ class Activity:
             recorder.failed("activity", failure)
 
 
-class Checkpoint:
+class Checkpoint(Activity):
     """Context manager around a blocking save of `step` (None: the last step), durable unless the block raises."""
 
     def __init__(self, recorder: Recorder, step: int | None) -> None:
-        self._recorder, self._step = recorder, step
+        super().__init__(recorder, "checkpoint_save")
+        self._step = step
 
-    def __enter__(self) -> None:
-        self._recorder.enter("checkpoint_save")
-
-    def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
-        self._recorder.leave("checkpoint_save")
+    def __exit__(self, kind: object = None, *_: object) -> None:
+        super().__exit__()
         if kind is None:
             self._recorder.note("checkpoint", Totals.commit, self._step)
 
