@@ -286,17 +286,16 @@ class Totals:
             self.no_flops_because = "uncountable" if self.uncountable else "no_tokens"
         elif among is None:
             self.no_flops_because = "unknown_replica"
+        elif self.packed_flops is not None and work.sum_len_squared is not None:
+            try:
+                amount = self.packed_flops.flops(int(tokens), int(work.sum_len_squared), self.convention) / among
+            except ValueError as error:  # under a window each length counts, and not the sum of their squares
+                self.no_flops_because = "packed_under_a_window"
+                if not self._refused:
+                    self._failed("step", error)
+                self._refused = True
         elif self.packed_flops is not None:
-            if work.sum_len_squared is None:
-                self.no_flops_because = "no_sum_len_squared"
-            else:
-                try:
-                    amount = self.packed_flops.flops(int(tokens), int(work.sum_len_squared), self.convention) / among
-                except ValueError as error:  # under a window each length counts, and not the sum of their squares
-                    self.no_flops_because = "packed_under_a_window"
-                    if not self._refused:
-                        self._failed("step", error)
-                    self._refused = True
+            self.no_flops_because = "no_sum_len_squared"
         elif self.flops_per_token is None or work.sum_len_squared is not None:
             self.no_flops_because = "uncountable" if self.uncountable else "no_flops_per_token"
         else:
