@@ -22,7 +22,7 @@ from prometheus_client.registry import Collector
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "exporter"))
 
-from flopwatch.catalogue import GPU, Metric, Sample
+from flopwatch.catalogue import GPU, Metric, Sample, gauge
 from flopwatch.http.exposition import Exposition, help_text
 
 GPUS = 8
@@ -32,7 +32,7 @@ REPEATS = 30
 def rows(series: int) -> list[Metric]:
     """Return gauge families with one series for each of eight GPUs, `series` series together."""
     return [
-        Metric(f"gpu_bench_{index}_watts", "gauge", "A reading.", GPU, "a driver call", scale=(1, 1e-3)[index % 2])
+        gauge(f"gpu_bench_{index}_watts", "A reading.", GPU, "a driver call", scale=(1, 1e-3)[index % 2])
         for index in range(series // GPUS)
     ]
 

@@ -52,7 +52,7 @@ def port_counter(
     bits = sticks or wraps or 64
     labels = (*PORT, *label)
     return PortCounter(
-        name, "counter", text, labels, source, 1.0, key, False, files, bits, sticks > 0, quiet, words, legacy, roce
+        name, text, labels, source, files, bits, sticks > 0, quiet, words, legacy, roce, type="counter", key=key
     )
 
 

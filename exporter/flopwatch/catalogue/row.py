@@ -1,6 +1,7 @@
 """Class of a row of the catalogue, and the labels that identify one GPU, port, rank or run."""
 
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
+from functools import partial
 from typing import Literal
 
 Type = Literal["counter", "gauge", "histogram", "info"]
@@ -11,10 +12,11 @@ class Metric:
     """Row of the catalogue: the definition of one metric family."""
 
     name: str
-    type: Type
     help: str
     labels: tuple[str, ...]
     source: str  # where the values are read; printed in HELP
+    _: KW_ONLY
+    type: Type
     scale: float = 1.0  # a value of the source times this has the unit in the name
     key: bool = False  # README lists the row
     sparse: bool = False  # no series at 0 with --series core
@@ -28,28 +30,11 @@ class Metric:
         return self.name.partition("_")[0]
 
 
-def counter(
-    name: str, help: str, labels: tuple[str, ...], source: str, *, scale: float = 1.0, key: bool = False
-) -> Metric:
-    """Return the catalogue's row for a counter family."""
-    return Metric(name, "counter", help, labels, source, scale, key)
-
-
-def gauge(
-    name: str, help: str, labels: tuple[str, ...], source: str, *, scale: float = 1.0, key: bool = False
-) -> Metric:
-    """Return the catalogue's row for a gauge family."""
-    return Metric(name, "gauge", help, labels, source, scale, key)
-
-
-def info(name: str, help: str, labels: tuple[str, ...], source: str, *, key: bool = False) -> Metric:
-    """Return the catalogue's row for an info family: its value is 1 and its labels are the information."""
-    return Metric(name, "info", help, labels, source, key=key)
-
-
-def histogram(name: str, help: str, labels: tuple[str, ...], source: str) -> Metric:
-    """Return the catalogue's row for a histogram family."""
-    return Metric(name, "histogram", help, labels, source)
+# The catalogue's rows by type. The value of an info family is 1, and its labels are the information.
+counter = partial(Metric, type="counter")
+gauge = partial(Metric, type="gauge")
+info = partial(Metric, type="info")
+histogram = partial(Metric, type="histogram")
 
 
 def sparse(row: Metric) -> Metric:
