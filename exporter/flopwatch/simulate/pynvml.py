@@ -79,17 +79,6 @@ def _idle_video(nvml: "Simulation", handle: Handle) -> list[int]:
     return [0, 167_000]
 
 
-@dataclass(frozen=True, slots=True)
-class EventData:
-    """Replacement of an nvmlEventData_t with a Handle as device, since the real one needs a pointer."""
-
-    device: Handle
-    eventType: int
-    eventData: int
-    gpuInstanceId: int = 0xFFFFFFFF
-    computeInstanceId: int = 0xFFFFFFFF
-
-
 class Simulation:
     """Replacement of pynvml with the functions that the collectors call. `order` has the GPU at each NVML index.
 
@@ -347,7 +336,7 @@ class Simulation:
         return request
 
     @call
-    def nvmlEventSetWait_v2(self, events: nvml_fields.EventSet, milliseconds: int) -> EventData:
+    def nvmlEventSetWait_v2(self, events: nvml_fields.EventSet, milliseconds: int) -> types.SimpleNamespace:
         """Return the next Xid in the kernel log. Raises NVMLError after `milliseconds` without one."""
         until = time.monotonic() + milliseconds / 1000
         while True:
@@ -361,7 +350,9 @@ class Simulation:
                 for event in kernel_lines.events(line.decode()):
                     index = h100.PCI_BUSES.index(int(event.pci.split(":")[1], 16))
                     if event.numbered and index in events.gpus:
-                        return EventData(Handle(index), real.nvmlEventTypeXidCriticalError, event.xid)
+                        kind = real.nvmlEventTypeXidCriticalError
+                        # An nvmlEventData_t would need a pointer as device.
+                        return types.SimpleNamespace(device=Handle(index), eventType=kind, eventData=event.xid)
                 continue
             for index in events.gpus:
                 self.check(index, faults)
