@@ -29,6 +29,7 @@ BACKOFF, MAX_BACKOFF = 1.0, 60.0
 MAX_LINK_SERIES = 16  # series of links with errors, for each NVSwitch
 
 Key = tuple[int, int]  # kind of entity and its id
+Watched = tuple[tuple[Key, ...], tuple[int, ...]]  # entities of one kind, and the fields that are sampled for them
 
 
 class HostEngineError(Exception):
@@ -97,14 +98,6 @@ class Rising:
         return self._total[key]
 
 
-@dataclass(frozen=True)
-class _Watched:
-    """Entities of one kind as (kind, id), and the fields that the host engine samples for them."""
-
-    pairs: tuple[Key, ...]
-    fields: tuple[int, ...]
-
-
 class Dcgm:
     """Collector of the host engine at `address`. `load` opens libdcgm, and `gpus` is the inventory file of GPUs.
 
@@ -125,7 +118,7 @@ class Dcgm:
         self._load, self._clock = load, clock
         self._engine: Library | None = None
         self._session: Session | None = None
-        self._watched: dict[int, list[_Watched]] = {}
+        self._watched: dict[int, list[Watched]] = {}  # by kind of entity
         self._retry_at = 0.0
         self._failures = 0
         self._refusal = ""
@@ -209,7 +202,7 @@ class Dcgm:
     def _ask(self, session: Session, pairs: tuple[Key, ...], ids: tuple[int, ...]) -> None:
         accepted = session.watch(pairs, ids, SAMPLED_EVERY) if pairs and ids else ()
         if accepted:
-            self._watched.setdefault(pairs[0][0], []).append(_Watched(pairs, accepted))
+            self._watched.setdefault(pairs[0][0], []).append((pairs, accepted))
 
     def _read(self, session: Session) -> list[Sample]:
         samples: list[Sample] = []
@@ -235,8 +228,8 @@ class Dcgm:
     def _values(self, session: Session, kind: int) -> dict[int, dict[int, Value]]:
         """Return the last values of all entities of a kind, by entity id and field id."""
         values: dict[int, dict[int, Value]] = {}
-        for watched in self._watched.get(kind, ()):
-            for value in session.latest(watched.pairs, watched.fields):
+        for pairs, ids in self._watched.get(kind, ()):
+            for value in session.latest(pairs, ids):
                 values.setdefault(value.entity, {})[value.field] = value
         return values
 
