@@ -78,8 +78,8 @@ class Node:
     def collector(self, **settings: Any) -> Identity:
         return Identity("node-7", self.gpus, self.runtime, proc=self.proc, clock=lambda: NOW, **settings)
 
-    def build(self, **settings: str) -> Identity:
-        return build("node-7", str(self.gpus), str(self.runtime), str(self.socket), proc=str(self.proc), **settings)
+    def build(self, topology: str = "") -> Identity:
+        return build("node-7", str(self.gpus), str(self.runtime), str(self.socket), "", str(self.proc), topology)
 
 
 @pytest.fixture

@@ -316,15 +316,7 @@ class Identity:
                 background.close()
 
 
-def build(
-    host: str,
-    gpus: str,
-    runtime: str,
-    kubelet: str = "",
-    job_mapping: str = "",
-    proc: str = "/proc",
-    topology: str = "",
-) -> Identity:
+def build(host: str, gpus: str, runtime: str, kubelet: str, job_mapping: str, proc: str, topology: str) -> Identity:
     """Return the identity collector. An empty `kubelet`, `job_mapping` or `topology` disables that source."""
     ask, read, jobs = podresources.ask, place.read, Path(job_mapping) if job_mapping else None
     pods = BackgroundCall(lambda: ask(Path(kubelet)), KUBELET_INTERVAL, KUBELET_HOLD) if kubelet else None

@@ -294,13 +294,7 @@ class Infiniband:
         return True
 
 
-def build(host: str, inventory: str, sysfs: str, gpus: str = "", state: str = "") -> Infiniband:
-    """Return the collector of RDMA ports below `sysfs`. `gpus` and `state` default to files next to `inventory`."""
-    return Infiniband(
-        Path(sysfs),
-        host,
-        Path(inventory),
-        Path(gpus) if gpus else None,
-        Path(state) if state else None,
-        boot_id=Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
-    )
+def build(host: str, inventory: str, sysfs: str, gpus: str, state: str) -> Infiniband:
+    """Return the collector of RDMA ports below `sysfs`. `state` is the file of their history."""
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return Infiniband(Path(sysfs), host, Path(inventory), Path(gpus), Path(state), boot_id=boot_id)
