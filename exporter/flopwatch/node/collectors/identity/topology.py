@@ -90,7 +90,7 @@ def same_host(one: str, other: str) -> bool:
 
 def slurm(text: str, host: str) -> Place:
     """Return the leaf switch and the block of a host from a topology.conf. Raises ValueError if it has neither."""
-    leaf = domain = None
+    found: dict[str, str] = {}  # name of the first switch and of the first block with the host
     known, names = False, {host, host.partition(".")[0]}
     for line in text.replace("\\\n", " ").splitlines():
         words = {
@@ -98,19 +98,15 @@ def slurm(text: str, host: str) -> Place:
             for key, equals, content in (word.partition("=") for word in line.partition("#")[0].split())
             if equals
         }
-        name = words.get("switchname", words.get("blockname"))
-        known = known or name is not None
-        if name is None or not any(contains(words.get("nodes", ""), each) for each in names):
-            continue
-        if "switchname" in words and leaf is None:
-            leaf = name
-        elif "blockname" in words and domain is None:
-            domain = name
+        kind = next((kind for kind in ("switchname", "blockname") if kind in words), "")
+        known = known or kind != ""
+        if kind and any(contains(words.get("nodes", ""), each) for each in names):
+            found.setdefault(kind, words[kind])
     if not known:
         raise ValueError("it has no line with SwitchName= or BlockName=")
-    if leaf is None and domain is None:
+    if not found:
         raise ValueError(f"no switch or block in it has the node {host}")
-    return Place("", leaf or "", domain or "", "slurm")
+    return Place("", found.get("switchname", ""), found.get("blockname", ""), "slurm")
 
 
 def table(text: str, host: str) -> Place:
