@@ -88,7 +88,6 @@ class Infiniband:
         self._seen: tuple[object, ...] = ()
         self._refresh_at = 0.0
         self._same: list[Sample] = []  # valid while nothing is added, removed or read again
-        self._affinities: list[Sample] = []
 
     def read(self) -> list[Sample]:
         """Return the samples of every port, also of missing ones. Raises Unsupported if no port was ever seen."""
@@ -143,7 +142,7 @@ class Infiniband:
             self._ports[key] = port
         for port in known.values():
             port.leave()
-        self._locate()
+        affinities = self._locate()
         self._forget()
         self._inventory.update({key: port.identity for key, port in self._ports.items()})
         self._gone = {key: port for key, port in known.items() if key in self._inventory.parts}
@@ -154,7 +153,7 @@ class Infiniband:
                 self._same.append((m.INFINIBAND_PORT_PRESENT, labels, float(present)))
         for port in self._ports.values():
             self._same += port.seldom
-        self._same += self._affinities
+        self._same += affinities
 
     def _listed(self, devices: Mapping[str, int]) -> list[tuple[str, str]]:
         """Return (device, port number) of the present ports, at most MAX_PORTS and without virtual functions."""
@@ -183,8 +182,8 @@ class Infiniband:
         place = self._places.get(key)
         return place is not None and pci.given_away(self._sysfs / "bus" / "pci" / "devices" / place.path[-1])
 
-    def _locate(self) -> None:
-        """Set roles, rails and GPU affinity from PCI paths. Forget a missing port whose PCI path another port has."""
+    def _locate(self) -> list[Sample]:
+        """Set roles and rails from PCI paths. Forget a missing port whose path another port has. Return affinities."""
         parts, before = self._inventory.parts, self._places.copy()
         for key, port in self._ports.items():
             if port.place is not None:
@@ -224,7 +223,7 @@ class Infiniband:
             duty = duties[ports[key]]
             port.identity |= {"role": duty.role, "rail": duty.rail}
         present = [ports[key] for key in self._ports]
-        self._affinities = [(m.INFINIBAND_GPU_AFFINITY_INFO, labels, 1) for labels in rails.affinities(present, gpus)]
+        return [(m.INFINIBAND_GPU_AFFINITY_INFO, labels, 1) for labels in rails.affinities(present, gpus)]
 
     def _own_interfaces(self) -> set[str]:
         """Return the interfaces of the default route, and the interfaces below these (bond, VLAN, bridge)."""
