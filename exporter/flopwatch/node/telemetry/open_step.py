@@ -72,9 +72,8 @@ class _GpuReading(NamedTuple):
 
 def _tensor_share(first: _GpuReading, last: _GpuReading) -> float | None:
     """Return the share of the profiled time with active tensor cores, None if nothing was profiled."""
-    tensor, profiled = (
-        _rise(getattr(first, name), getattr(last, name)) for name in ("tensor_seconds", "profiled_seconds")
-    )
+    tensor = _rise(first.tensor_seconds, last.tensor_seconds)
+    profiled = _rise(first.profiled_seconds, last.profiled_seconds)
     return tensor / profiled if tensor is not None and profiled else None
 
 
@@ -99,7 +98,7 @@ class GpuActivity:
         self._clock = clock
         self._lock = threading.Lock()
         self._gpus: dict[str, _Gpu] = {}
-        self._lost: frozenset[str] = frozenset()
+        self.lost: frozenset[str] = frozenset()  # UUIDs of the GPUs that no longer answer
 
     def observe(self, samples: Iterable[Sample]) -> None:
         """Store the readings of a scrape."""
@@ -109,7 +108,7 @@ class GpuActivity:
                 found.setdefault(labels[1], {})[row.name] = value * row.scale
         at = self._clock()
         with self._lock:
-            self._lost = frozenset(gpu for gpu, values in found.items() if values.get(m.GPU_PRESENT.name) == 0)
+            self.lost = frozenset(gpu for gpu, values in found.items() if values.get(m.GPU_PRESENT.name) == 0)
             self._gpus = {gpu: self._gpus.get(gpu, _Gpu()) for gpu in found}
             for gpu, values in found.items():
                 watts, limit = values.get(m.GPU_POWER_WATTS.name), values.get(m.GPU_POWER_LIMIT_WATTS.name)
@@ -120,12 +119,6 @@ class GpuActivity:
                 one.readings.append(_GpuReading(at, busy, power, watts, tensor, profiled))
                 if watts is not None:
                     one.powers.append((at, watts))
-
-    @property
-    def lost(self) -> frozenset[str]:
-        """UUIDs of the GPUs that no longer answer."""
-        with self._lock:
-            return self._lost
 
     def lacks(self, began: float) -> bool:
         """Return whether a GPU has fewer than READINGS since `began`, on the monotonic clock."""
