@@ -138,8 +138,7 @@ def lost_ports(facts: Facts, how: str, spare: bool) -> Iterator[Found]:
     words = {"gone": "is missing in /sys", "down": "is down"}
     for port, what in facts.lost_ports():
         if what == how and (facts.roles.get(port) in SPARE_ROLES) == spare:
-            part = facts.part(m.INFINIBAND_PORT_STATE_ID, port)
-            yield part, f"{part} {words[how]}"
+            yield facts.found(m.INFINIBAND_PORT_STATE_ID, port, words[how])
 
 
 def too_few_ports(facts: Facts) -> Iterator[Found]:
@@ -169,8 +168,8 @@ def slow_ports(facts: Facts, spare: bool) -> Iterator[Found]:
         wanted = facts.rate_of(port)
         fits = (facts.roles.get(port) in SPARE_ROLES) == spare
         if fits and port in facts.active and rate < wanted * RATE_TOLERANCE:
-            part = facts.part(m.INFINIBAND_PORT_RATE_BYTES_PER_SECOND, port)
-            yield part, f"{part} runs at {rate * 8e-9:g} of {wanted * 8e-9:g} Gb/s"
+            text = f"runs at {rate * 8e-9:g} of {wanted * 8e-9:g} Gb/s"
+            yield facts.found(m.INFINIBAND_PORT_RATE_BYTES_PER_SECOND, port, text)
 
 
 def hot_transceivers(facts: Facts) -> Iterator[Found]:
