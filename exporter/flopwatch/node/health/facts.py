@@ -92,12 +92,11 @@ class Facts:
 
     def lost_ports(self) -> Iterator[tuple[Labels, str]]:
         """Yield ports whose loss is a fault, with "gone" (missing in /sys) or "down" (it was active once)."""
-        for port, present in self.of(m.INFINIBAND_PORT_PRESENT).items():
-            if not present and self.missed_port(port):
+        present = self.of(m.INFINIBAND_PORT_PRESENT)
+        used = self.of(m.INFINIBAND_PORT_EXPECTED_RATE_BYTES_PER_SECOND)
+        for port, there in present.items():
+            if not there and self.missed_port(port):
                 yield port, "gone"
         for port, state in self.of(m.INFINIBAND_PORT_STATE_ID).items():
-            used = port in self.of(m.INFINIBAND_PORT_EXPECTED_RATE_BYTES_PER_SECOND) and self.of(
-                m.INFINIBAND_PORT_PRESENT
-            ).get(port, 1)
-            if state not in ACTIVE and used and self.missed_port(port):
+            if state not in ACTIVE and port in used and present.get(port, 1) and self.missed_port(port):
                 yield port, "down"
