@@ -12,6 +12,8 @@ NVLINK_DOWN = (0, 3)
 HOT_TRANSCEIVER = 70.0  # degrees Celsius, NVIDIA UFM's limit
 RATE_TOLERANCE = 0.99  # the kernel prints rates of ports rounded
 SPARE_ROLES = ("storage", "management")  # of ports that a job can train without
+# NVIDIA's actions for Xids, the gravest first. Other codes need a reset (RESET_GPU).
+_NVIDIA_GRAVEST = "CONTACT_SUPPORT CHECK_MECHANICALS RESTART_BM RESTART_VM WORKFLOW_NVLINK_ERR WORKFLOW_NVLINK5_ERR"
 
 
 def missing_gpus(facts: Facts) -> Iterator[Found]:
@@ -111,7 +113,8 @@ def gpus_with_xids(facts: Facts, driver_content: bool = False, nvidia: Collectio
     for owner, seen in codes.items():
         content = facts.of(m.GPU_RECOVERY_ACTION_ID).get(owner) == 0
         actions = {critical_xids()[code] for code in seen}
-        if content == driver_content and (not nvidia or gravest(actions) in nvidia):
+        gravest = next((action for action in _NVIDIA_GRAVEST.split() if action in actions), "RESET_GPU")
+        if content == driver_content and (not nvidia or gravest in nvidia):
             text = f"had Xid {', '.join(sorted(seen, key=int))} within the last hour"
             yield facts.found(m.GPU_XID_LAST_TIMESTAMP_SECONDS, owner, text)
 
@@ -122,15 +125,6 @@ def uninitialized_gpus(facts: Facts) -> Iterator[Found]:
     for gpu, last in facts.of(row).items():
         if last > facts.lately and gpu not in facts.answering:
             yield facts.found(row, gpu, "could not be initialized by the driver within the last hour")
-
-
-# NVIDIA's actions, the gravest first. Other codes need a reset.
-_NVIDIA_GRAVEST = "CONTACT_SUPPORT CHECK_MECHANICALS RESTART_BM RESTART_VM WORKFLOW_NVLINK_ERR WORKFLOW_NVLINK5_ERR"
-
-
-def gravest(actions: set[str]) -> str:
-    """Return the gravest of NVIDIA's actions, RESET_GPU if the set has no graver one."""
-    return next((action for action in _NVIDIA_GRAVEST.split() if action in actions), "RESET_GPU")
 
 
 def lost_ports(facts: Facts, how: str, spare: bool) -> Iterator[Found]:
