@@ -353,22 +353,20 @@ def _why_of_port(row: Metric, device: Path, port: str) -> str:
 
 
 def _privileges(settings: ExporterSettings, samples: Sequence[Sample]) -> list[Access]:
-    up = {
-        source: _value(row, (source,), samples) == 1
-        for row, source in ((m.FLOPWATCH_IDENTITY_SOURCE_UP, "kubelet"), (m.FLOPWATCH_XID_SOURCE_UP, "kernel_log"))
-    }
-    kubelet, kmsg = str(settings.kubelet_socket), str(settings.kmsg)
+    kubelet = _value(m.FLOPWATCH_IDENTITY_SOURCE_UP, ("kubelet",), samples) == 1
+    kernel_log = _value(m.FLOPWATCH_XID_SOURCE_UP, ("kernel_log",), samples) == 1
     if settings.simulate is not None:
-        return [Access("base", "in force"), Access("kernel", "in force" if up["kernel_log"] else "not in force")]
+        return [Access("base", "in force"), Access("kernel", "in force" if kernel_log else "not in force")]
     without_log = (
         "the text of Xids and its details: NVLink errors, SXids, kernel events, and Xids from before the exporter's "
         "start"
     )
-    kernel = _access(kmsg.removeprefix("unix:"), up["kernel_log"])
+    identity = _access(str(settings.kubelet_socket), kubelet)
+    kernel = _access(str(settings.kmsg).removeprefix("unix:"), kernel_log)
     return [
         Access("base", "in force"),
-        Access("identity", _access(kubelet, up["kubelet"]), "" if up["kubelet"] else "the pods that own a GPU"),
-        Access("kernel", kernel, "" if up["kernel_log"] else without_log),
+        Access("identity", identity, "" if kubelet else "the pods that own a GPU"),
+        Access("kernel", kernel, "" if kernel_log else without_log),
     ]
 
 
