@@ -201,16 +201,17 @@ def arranged(notes: Mapping[str, Mapping[str, Mapping[str, list[Any]]]]) -> Reco
     """Return a recording sorted, without empty sections. Equal last answers of a call become one answer."""
     return {
         subject: {
-            section: {question: _shortened(answers) for question, answers in sorted(entries.items(), key=_natural)}
+            section: {question: _shortened(entries[question]) for question in sorted(entries, key=natural)}
             for section, entries in sections.items()
             if entries
         }
-        for subject, sections in sorted(notes.items(), key=lambda note: (note[0] != SYSTEM, _natural(note)))
+        for subject, sections in sorted(notes.items(), key=lambda note: (note[0] != SYSTEM, natural(note[0])))
     }
 
 
-def _natural(entry: tuple[str, Any]) -> list[Any]:
-    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", entry[0])]
+def natural(name: str) -> list[Any]:
+    """Return a key that sorts names by the numbers in them: gpu2 before gpu10."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
 def _shortened(answers: list[Any]) -> list[Any]:

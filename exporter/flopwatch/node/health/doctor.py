@@ -22,6 +22,7 @@ from typing import Any
 import flopwatch
 from flopwatch import catalogue as m
 from flopwatch.catalogue import GPU, PORT, Metric, Sample
+from flopwatch.node.capture.recorder import natural
 from flopwatch.node.collectors import StateFile, read_inventory
 from flopwatch.node.driver_release import Release
 from flopwatch.node.health import driver_lines, wait_sources
@@ -136,10 +137,10 @@ def _look(settings: ExporterSettings, sources: HostSources, report: Report) -> N
     answers = StateFile(notes).load()
     remembered = read_inventory(gpu_inventory(settings), m.GPU_INFO)
     samples = [sample for reading in readings.values() for sample in reading.samples]
-    gpus = sorted(_info(m.GPU_INFO, samples) or remembered.values(), key=lambda gpu: _natural(gpu["gpu"]))
+    gpus = sorted(_info(m.GPU_INFO, samples) or remembered.values(), key=lambda gpu: natural(gpu["gpu"]))
     report.gpus = [_gpu(row, samples, readings, answers) for row in gpus] + _unnamed(gpus, samples)
     sysfs = sources.sysfs
-    ports = sorted(_info(m.INFINIBAND_INFO, samples), key=lambda port: _natural(port["device"] + "/" + port["port"]))
+    ports = sorted(_info(m.INFINIBAND_INFO, samples), key=lambda port: natural(port["device"] + "/" + port["port"]))
     report.ports = [_port(row, samples, readings, sysfs) for row in ports]
     report.place = next(iter(_info(m.HOST_TOPOLOGY_INFO, samples)), {})
     report.privileges = _privileges(settings, samples)
@@ -224,10 +225,6 @@ def _messages() -> Iterator[dict[str, list[str]]]:
 
 def _info(row: Metric, samples: Sequence[Sample]) -> list[dict[str, str]]:
     return [dict(zip(row.labels, labels, strict=True)) for one, labels, _ in samples if one is row]
-
-
-def _natural(name: str) -> list[tuple[str, int]]:
-    return [(text, int(number or 0)) for text, number in re.findall(r"([^0-9]*)([0-9]*)", name)]
 
 
 def _value(row: Metric, labels: tuple[str, ...], samples: Sequence[Sample]) -> float | None:
