@@ -11,8 +11,8 @@ from typing import Any
 from flopwatch import catalogue as m
 from flopwatch.catalogue import Metric, Sample
 from flopwatch.node.capture.recorder import Recorder
-from flopwatch.node.collectors import Collector, StateFile
-from flopwatch.node.collectors.nvml.card import NvmlCard
+from flopwatch.node.collectors import StateFile
+from flopwatch.node.collectors.nvml import Nvml
 from flopwatch.node.collectors.nvml.fields import DOUBLE
 from flopwatch.node.health.driver_lines import DOUBLES, GARBLED, UNWRITTEN
 
@@ -40,13 +40,11 @@ class RecordedNvml:
 
     name = "nvml"
 
-    def __init__(self, collector: Any, notes: StateFile) -> None:
+    def __init__(self, collector: Nvml, notes: StateFile) -> None:
         self._library = collector._nvml
         self._recorder = collector._nvml = _Recorder(self._library)
         collector._cost.budget = math.inf  # one read has all tables, also of a slow driver
-        self._collector: Collector = collector
-        self._cards: Mapping[int, NvmlCard] = collector._cards
-        self._notes = notes
+        self._collector, self._notes = collector, notes
 
     def read(self) -> list[Sample]:
         """Return the collector's samples, and save the return codes of NVML even if the read fails."""
@@ -59,7 +57,7 @@ class RecordedNvml:
                     "lacks": sorted(name for name in names if not hasattr(self._library, name)),
                     DOUBLES: sorted(self._recorder.doubles),
                     UNWRITTEN: sorted(self._recorder.unwritten),
-                    GARBLED: [index for index, card in self._cards.items() if card.garbled],
+                    GARBLED: [index for index, card in self._collector._cards.items() if card.garbled],
                     **{part: _codes(sections) for part, sections in self._recorder.recorded().items()},
                 }
             )
