@@ -329,16 +329,14 @@ class Web:
 
     def _read(self) -> tuple[WebConfig, ssl.SSLContext | None]:
         # Signatures are taken before files are read, so that no change is missed. An unusable file is logged once.
-        self._files: tuple[Path, ...] = (self._file,)
-        self._seen = tuple(map(_signature, self._files))
+        self._seen = {self._file: _signature(self._file)}
         try:
             config = parse(self._file.read_text(errors="replace"), self._file.parent)
             if config.users:
                 importlib.import_module("bcrypt")  # if it is missing, fail now instead of at the first password
             if config.tls is None:
                 return config, None
-            self._files += config.tls.files
-            self._seen += tuple(map(_signature, config.tls.files))
+            self._seen |= {file: _signature(file) for file in config.tls.files}
             return config, config.tls.context()
         except OSError as error:
             raise SettingsError(f"{self._name}: {error.strerror}") from None
@@ -353,7 +351,7 @@ class Web:
         Keep the old settings, and log why, if the new ones are invalid, switch TLS on or off or disable authentication.
         """
         with self._lock:
-            if tuple(map(_signature, self._files)) == self._seen:
+            if all(_signature(file) == seen for file, seen in self._seen.items()):
                 return
             try:
                 config, context = self._read()
