@@ -127,11 +127,10 @@ def _read(readers: Sequence[Reader], deadline: float, pool: ThreadPoolExecutor) 
     found: list[Sample] = []
     seen: set[tuple[str, tuple[str, ...]]] = set()
     for reader, reading in zip(readers, readings, strict=True):
-        own = {(row.name, labels[:2]) for row, labels, _ in reading.samples}
         found += [
             sample for sample in reading.samples if not (reader.secondary and (sample[0].name, sample[1][:2]) in seen)
         ]
-        seen |= own
+        seen |= {(row.name, labels[:2]) for row, labels, _ in reading.samples}
         if reading.supported:
             found.append((FLOPWATCH_COLLECTOR_SUCCESS, (reader.name,), float(reading.ok)))
     return found
