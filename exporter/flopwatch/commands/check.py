@@ -74,15 +74,14 @@ def _look(options: argparse.Namespace, settings: ExporterSettings) -> "Iterator[
 
 def _judged(options: argparse.Namespace, settings: ExporterSettings, look: "Look") -> tuple[str, int]:
     from flopwatch.node.health import check
-    from flopwatch.node.health.expectations import Expectations, load
+    from flopwatch.node.health.expectations import load
     from flopwatch.node.health.verdict import Verdict
     from flopwatch.node.scrape.reader import gpu_inventory
 
-    expected = Expectations() if options.record else load(settings.expect, gpu_inventory(settings).parent)
-    verdict = Verdict(expected)
-    first = look()
     if options.record:
-        return _record(options, settings, first)
+        return _record(options, settings, look())
+    verdict = Verdict(load(settings.expect, gpu_inventory(settings).parent))
+    first = look()
     if options.seconds is None:
         judgement = verdict.judge(first)
     else:
