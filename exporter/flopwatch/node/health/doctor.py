@@ -151,20 +151,16 @@ def _look(settings: ExporterSettings, sources: HostSources, report: Report) -> N
 
 def _readings(settings: ExporterSettings, sources: HostSources, notes: Path, report: Report) -> dict[str, Reading]:
     """Return a reading of every source, and add its SourceReport. NVML is read first, since it names the GPUs."""
-    readings: dict[str, Reading] = {}
     readers = {reader.name: reader for reader in hardware(settings, sources)}
-    if "nvml" in readers:
-        spec = readers["nvml"].spec
-        arguments = {**spec.arguments, "factory": spec.factory, "notes": str(notes)}
-        readers["nvml"] = Reader("nvml", Spec("flopwatch.node.health.nvml_answers:build", arguments), driver=True)
+    spec = readers["nvml"].spec
+    arguments = {**spec.arguments, "factory": spec.factory, "notes": str(notes)}
+    readers["nvml"] = Reader("nvml", Spec("flopwatch.node.health.nvml_answers:build", arguments), driver=True)
     Release(settings.state, [reader for reader in readers.values() if reader.driver], guest=True).check()
     with _messages() as messages, ThreadPoolExecutor(len(readers)) as pool:
         try:
-            if "nvml" in readers:
-                readings["nvml"] = readers["nvml"].ask(DRIVER_DEADLINE)
-                time.sleep(BETWEEN_READS)
-            again = readings["nvml"].ok if "nvml" in readings else False
-            rest = [name for name in readers if name != "nvml" or again]
+            readings = {"nvml": readers["nvml"].ask(DRIVER_DEADLINE)}
+            time.sleep(BETWEEN_READS)
+            rest = [name for name in readers if name != "nvml" or readings["nvml"].ok]
             readings |= dict(zip(rest, pool.map(lambda name: readers[name].ask(DEADLINE), rest), strict=True))
         finally:
             list(pool.map(lambda reader: reader.close(), readers.values()))
