@@ -4,7 +4,7 @@ import argparse
 import time
 from pathlib import Path
 
-from flopwatch.commands import Commands, command
+from flopwatch.commands import Commands, command, flag
 from flopwatch.settings import ExporterSettings, SettingsError
 
 
@@ -68,9 +68,5 @@ def add(commands: Commands) -> None:
     ):
         action = command(actions, name, run, what)
         if name == "start":
-            action.add_argument(
-                "--for", dest="time", type=_duration, required=True, metavar="TIME", help="how long: 90m, 2h, 3d"
-            )
-        action.add_argument(
-            "--state", type=Path, metavar="DIR", default=state, help="the exporter's state folder (default %(default)s)"
-        )
+            flag(action, "--for", "TIME", "how long: 90m, 2h, 3d", _duration, dest="time", required=True)
+        flag(action, "--state", "DIR", "the exporter's state folder (default %(default)s)", Path, default=state)
