@@ -1,5 +1,6 @@
 """Samples of one look at a host, prepared for the health rules."""
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
 from flopwatch import catalogue as m
@@ -42,6 +43,9 @@ class Facts:
             if state in ACTIVE and present.get(port, 1)
         }
         self.answering = {gpu for gpu, present in self.of(m.GPU_PRESENT).items() if present}
+        self.nvlinks: Counter[Labels] = Counter()  # active NVLinks of each GPU that has some, active or not
+        for labels, number in self.of(m.NVLINK_LINKS).items():
+            self.nvlinks[labels[:2]] += int(number) if labels[2] in NVLINK_UP else 0
 
     def of(self, row: Metric) -> Mapping[Labels, float]:
         """Return the values of a row's series, by label values."""

@@ -6,7 +6,7 @@ from functools import cache
 
 from flopwatch import catalogue as m
 from flopwatch.catalogue.xid import xids
-from flopwatch.node.health.facts import NVLINK_UP, Facts, Found, Labels
+from flopwatch.node.health.facts import Facts, Found, Labels
 
 NVLINK_DOWN = (0, 3)
 HOT_TRANSCEIVER = 70.0  # degrees Celsius, NVIDIA UFM's limit
@@ -81,12 +81,9 @@ def slow_pcie(facts: Facts) -> Iterator[Found]:
 
 def lost_nvlinks(facts: Facts) -> Iterator[Found]:
     """Find GPUs with fewer active NVLinks than expected or, without an expectation, with NVLinks that went down."""
-    links: Counter[Labels] = Counter()
-    for labels, number in facts.of(m.NVLINK_LINKS).items():
-        links[labels[:2]] += int(number) if labels[2] in NVLINK_UP else 0
     # Links that were never up are unconnected: those of a card without a bridge, or with a smaller one.
     fallen = Counter(labels[:2] for labels, state in facts.of(m.NVLINK_LINK_STATE_ID).items() if state in NVLINK_DOWN)
-    for gpu, up in links.items():
+    for gpu, up in facts.nvlinks.items():
         wanted = facts.expected.nvlinks_per_gpu or up + fallen[gpu]
         if up < wanted:
             yield facts.found(m.NVLINK_LINKS, gpu, f"has {up:g} of {wanted:g} NVLinks")

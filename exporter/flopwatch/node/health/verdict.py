@@ -9,7 +9,7 @@ from typing import NamedTuple
 from flopwatch import catalogue as m
 from flopwatch.catalogue import Sample
 from flopwatch.node.health.expectations import Expectations, Ports
-from flopwatch.node.health.facts import NVLINK_UP, Facts, Labels
+from flopwatch.node.health.facts import Facts
 from flopwatch.node.health.rules import ACTIONS, BAD, DEGRADED, OK, RISES, RULES, UNKNOWN
 
 log = logging.getLogger(__name__)
@@ -130,9 +130,6 @@ def learn(samples: Iterable[Sample]) -> Expectations:
     facts = Facts(samples, Expectations(), 0, 0, KNOWN_ROWS)
     model = m.GPU_INFO.labels.index("model")
     models = {labels[model] for labels in facts.of(m.GPU_INFO) if labels[:2] in facts.answering}
-    up: dict[Labels, float] = {}
-    for labels, number in facts.of(m.NVLINK_LINKS).items():
-        up[labels[:2]] = up.get(labels[:2], 0) + number * (labels[2] in NVLINK_UP)
     ports: dict[str, Ports] = {}
     for port in sorted(facts.active):
         role = facts.roles.get(port, "") or "any"
@@ -144,7 +141,7 @@ def learn(samples: Iterable[Sample]) -> Expectations:
     return Expectations(
         len(facts.answering),
         models.pop() if len(models) == 1 else "",
-        _common(up.values()),
+        _common(facts.nvlinks.values()),
         _common(facts.of(m.GPU_PCIE_WIDTH_LANES).values()),
         _common(facts.of(m.GPU_PCIE_GENERATION_MAX).values()),
         ports,
