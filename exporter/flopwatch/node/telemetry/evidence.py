@@ -110,7 +110,7 @@ class EvidenceLog:
         self._events: dict[EvidencePlace, EventCount] = {}
         self._killed: dict[int, float] = {}
         self._before: dict[tuple[str, tuple[str, ...]], float] = {}
-        self._first: float | None = None
+        self._first = math.inf
         self._looked = 0.0
         self._failing = False
 
@@ -198,7 +198,7 @@ class EvidenceLog:
 
     def _observe(self, samples: list[Sample]) -> None:
         now, before = self._now(), self._before
-        self._first = now if self._first is None else self._first
+        self._first = now if self._first == math.inf else self._first
         role = m.INFINIBAND_INFO.labels.index("role")
         idle = {labels[:2] for row, labels, _ in samples if row is m.INFINIBAND_INFO and labels[role] in _IDLE_ROLES}
         news: dict[EvidencePlace, float] = {}
@@ -256,8 +256,7 @@ class EvidenceLog:
         if row is m.HOST_KERNEL_EVENTS_TOTAL and labels[-1] == "oom_kill":
             kind = "host_oom"
         place = _place(kind, row, labels)
-        first = now if self._first is None else self._first
-        catching_up = row is m.HOST_KERNEL_EVENTS_TOTAL and now - first < CATCHING_UP
+        catching_up = row is m.HOST_KERNEL_EVENTS_TOTAL and now - self._first < CATCHING_UP
         unwanted = wanted is not None and kind != "host_oom" and labels[-1] not in wanted
         too_little = kind == "throttle" and by < THROTTLED * (now - self._looked)
         if row is m.INFINIBAND_CARRIER_CHANGES_TOTAL:  # one of two changes is a loss: the link may be up again
