@@ -64,8 +64,6 @@ def read(response: "httpx.Response", limit: int) -> bytes:
 def reason(error: BaseException) -> BaseException:
     """Return the OSError, such as that of a socket or of OpenSSL, behind an httpx error, or else the httpx error."""
     cause = error.__cause__ or error.__context__
-    while cause is not None:
-        if isinstance(cause, OSError):
-            return cause
+    while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__
-    return error
+    return error if cause is None else cause
