@@ -24,7 +24,7 @@ def copied(settings: ExporterSettings) -> Iterator[ExporterSettings]:
     with folder as path:
         try:
             _copy(settings, Path(path))
-        except (OSError, shutil.Error) as error:
+        except OSError as error:
             raise SettingsError(f"--state {settings.state} cannot be copied to {path}: {error}") from error
         yield replace(settings, state=Path(path))
 
