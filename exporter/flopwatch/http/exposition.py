@@ -52,9 +52,8 @@ def number(value: float) -> str:
 
 def family(row: Metric) -> str:
     """Return the OpenMetrics family name of a row: without `_total` for a counter, without `_info` for an info."""
-    if row.type == "counter":
-        return row.name.removesuffix("_total")
-    return row.name.removesuffix("_info") if row.type == "info" else row.name
+    suffix = {"counter": "_total", "info": "_info"}.get(row.type, "")
+    return row.name.removesuffix(suffix)
 
 
 def help_text(row: Metric) -> str:
