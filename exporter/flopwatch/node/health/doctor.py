@@ -452,7 +452,7 @@ def _answers(address: Address) -> bool:
     from flopwatch.http.client import client, url_tls
 
     host = {"0.0.0.0": "127.0.0.1", "::": "127.0.0.1"}.get(address.host, address.host)
-    url = f"http://{f'[{host}]' if ':' in host else host}:{address.port}/healthz"
+    url = f"http://{Address(host, address.port)}/healthz"
     try:
         with client(url_tls(url, None), timeout=1) as http:
             return http.get(url).status_code == 200
