@@ -194,6 +194,10 @@ class _IdleTimeout:
             self._timer = None
 
 
+def _no_answer(body: bytes) -> Answer:
+    return None
+
+
 class _Protocol(H11Protocol):
     """One HTTP connection with timeouts for slow requests and for slow readers of a response.
 
@@ -207,7 +211,8 @@ class _Protocol(H11Protocol):
         super().__init__(*arguments, **named)
         self._direct, self._received = direct, b""
         self._head, self._needed, self._last = b"", 0, False  # of the last request: its head, its size, if it is last
-        self._responder: Responder = lambda body: None
+        self._answering = False  # whether the last one is yet to be answered
+        self._responder: Responder = _no_answer
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)  # the transport of every stream, TLS or not
@@ -226,8 +231,7 @@ class _Protocol(H11Protocol):
             return
         others = [one for one in self.connections if isinstance(one, _Protocol) and one is not self]
         counts = Counter(one._address for one in others)
-        # One whose answer is being made does not read.
-        idle = [one for one in others if one.transport.is_reading() and (not one.cycle or one.cycle.response_complete)]
+        idle = [one for one in others if not one._answering and (one.cycle is None or one.cycle.response_complete)]
         if idle:
             oldest = min(idle, key=lambda one: (-counts[one._address], one._idle_since))
             self.connections.discard(oldest)
@@ -237,6 +241,11 @@ class _Protocol(H11Protocol):
         """Receive bytes. The request's timeout runs until the headers are complete."""
         if self._direct is not None:
             data = self._received + data if self._received else data
+            if self._answering:
+                self._received = data
+                if len(data) > MAX_DIRECT:
+                    self.transport.pause_reading()
+                return
             if self._answer(self._direct, data):
                 return
             self._direct, self._received = None, b""
@@ -264,9 +273,8 @@ class _Protocol(H11Protocol):
             log.exception("request left to the application head=%r", self._head)
             return False
         if isinstance(answer, asyncio.Future):
-            self._received = data
+            self._received, self._answering = data, True
             self._request_timeout.stop()
-            self.transport.pause_reading()
             answer.add_done_callback(self._answer_later)
             return True
         return self._respond(answer)
@@ -289,11 +297,16 @@ class _Protocol(H11Protocol):
         return True
 
     def _answer_later(self, answer: "asyncio.Future[Answer]") -> None:
-        data, self._received = self._received, b""
-        self._head, self._responder = b"", lambda body: None  # a connection that waits for long keeps little
-        self.transport.resume_reading()
-        if not self.transport.is_closing() and not self._respond(answer.result()):
+        data, self._received, self._answering = self._received, b"", False
+        self._head, self._responder = b"", _no_answer  # a connection that waits for long keeps as little as it can
+        if self.transport.is_closing():
+            return
+        if self._respond(answer.result()):
+            data = data[self._needed :]  # of the next request
+        else:
             self._direct = None
+        self.transport.resume_reading()
+        if data and not self.transport.is_closing():
             self.data_received(data)
 
     def _respond(self, answer: Answer) -> bool:
