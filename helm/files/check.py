@@ -1,4 +1,4 @@
-"""Test of `helm test`: exporters answer, Prometheus has their series and rules, and alerts reach a receiver.
+"""Test of `helm test`: each node has its exporter, Prometheus has their series and rules, and alerts reach a receiver.
 
 Each check is repeated until it succeeds or the time is over, as a Prometheus needs a minute or two to load new objects.
 A failure names what is missing and the value to change. The test alert ends before it is sent to anyone: its route is
@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import datetime, timedelta, timezone
+from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
 from urllib.parse import quote
@@ -30,12 +31,13 @@ class MissingError(Exception):
     """Failed check. The message contains what is wrong and what to do."""
 
 
-def ask(url: str, body: Any = None, ca_file: str = "") -> bytes:
+def ask(url: str, body: Any = None, ca_file: str = "", token: str = "") -> bytes:
     """Return the body of a response. Its certificate must be of this authority, or of a system one."""
     data = None if body is None else json.dumps(body).encode()
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
     try:
         with urlopen(
-            Request(url, data, {"Content-Type": "application/json"}),
+            Request(url, data, headers),
             timeout=10,
             context=ssl.create_default_context(cafile=ca_file or None),
         ) as answer:
@@ -50,6 +52,50 @@ def ask(url: str, body: Any = None, ca_file: str = "") -> bytes:
 def api(url: str) -> Any:
     """Return the data of a response of Prometheus."""
     return json.loads(ask(url))["data"]
+
+
+class Kubernetes:
+    """Objects of a namespace, as the API server at `url` shows them to the account whose files are in `account`."""
+
+    def __init__(self, url: str, namespace: str, account: Path) -> None:
+        self._url, self._namespace, self._account = url, namespace, account
+
+    def get(self, path: str) -> Any:
+        """Return an object or a list, such as apis/apps/v1 and daemonsets/NAME with the namespace between."""
+        group, _, name = path.partition(" ")
+        token, ca_file = (self._account / file for file in ("token", "ca.crt"))
+        url = f"{self._url}/{group}/namespaces/{self._namespace}/{name}"
+        try:
+            shown = token.read_text()
+        except OSError as error:
+            raise MissingError(f"the test has no account to ask Kubernetes with: {error}") from error
+        return json.loads(ask(url, ca_file=str(ca_file) if ca_file.exists() else "", token=shown))
+
+    def warning(self, name: str) -> str:
+        """Return the last warning about a DaemonSet or one of its pods, "" if there is none."""
+        events = self.get(f"api/v1 events?fieldSelector={quote('type=Warning')}")["items"]
+        ours = [event for event in events if event["involvedObject"]["name"].startswith(name)]
+        ours.sort(key=lambda event: event.get("lastTimestamp") or event.get("eventTime") or "")
+        return str(ours[-1]["message"]) if ours else ""
+
+
+def daemonset(kubernetes: Kubernetes, name: str) -> str:
+    """Return a line about the exporters' pods. Raises MissingError, with the event's text, if a node lacks one."""
+    status = kubernetes.get(f"apis/apps/v1 daemonsets/{name}")["status"]
+    wanted, made, ready = (
+        status.get(key, 0) for key in ("desiredNumberScheduled", "currentNumberScheduled", "numberReady")
+    )
+    if not wanted:
+        raise MissingError(
+            f"no node matches the DaemonSet {name}: compare exporter.nodeSelector and gpuOperatorLabel with the "
+            "labels of your nodes (kubectl get nodes --show-labels)"
+        )
+    if min(made, ready) < wanted:
+        what = f"{made} pods" if made < wanted else f"{ready} pods that are ready"
+        why = kubernetes.warning(name)
+        advice = f": {why}" if why else f"; see kubectl describe daemonset {name}"
+        raise MissingError(f"the DaemonSet {name} has {what}, for {wanted} nodes{advice}")
+    return f"each of {wanted} nodes has its exporter"
 
 
 def exporters(address: str) -> int:
@@ -193,6 +239,9 @@ def run(given: argparse.Namespace) -> None:
         count = exporters(given.exporters)
         return f"exporters that answer: {count}"
 
+    if given.kubernetes:
+        kubernetes = Kubernetes(given.kubernetes, given.namespace, Path(given.account))
+        until(given.seconds, lambda: daemonset(kubernetes, given.exporters.rpartition(":")[0]))
     until(given.seconds, answer)
     if given.ledger:
         until(given.seconds, lambda: ledger(given.ledger, given.ledger_ca_file))
@@ -214,7 +263,9 @@ def main(arguments: Sequence[str]) -> int:
     """Run the checks with these arguments. Return the exit status."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--exporters", required=True)
+    parser.add_argument("--account", default="/var/run/secrets/kubernetes.io/serviceaccount")
     for name in (
+        "kubernetes",
         "ledger",
         "ledger-ca-file",
         "prometheus",

@@ -2,16 +2,49 @@
 {{- default .Chart.Name .Values.nameOverride | trunc 63 | trimSuffix "-" }}
 {{- end }}
 
-{{- /* Room is left for "-exporter" and for the suffix that StatefulSets give their pods' labels. */}}
+{{- /* Room is left for "-exporter" and for the suffix that StatefulSets give their pods' labels. A release may have dots
+in its name, a Service may not. */}}
 {{- define "flopwatch.fullname" -}}
 {{- $name := include "flopwatch.name" . }}
 {{- $full := ternary .Release.Name (printf "%s-%s" .Release.Name $name) (contains $name .Release.Name) }}
-{{- default $full .Values.fullnameOverride | trunc 43 | trimSuffix "-" }}
+{{- default $full .Values.fullnameOverride | replace "." "-" | trunc 43 | trimSuffix "-" }}
+{{- end }}
+
+{{- define "flopwatch.namespace" -}}
+{{- default .Release.Namespace .Values.namespaceOverride }}
+{{- end }}
+
+{{- /* Metadata of an object. Takes a list: the root, the end of its name, and its component or "". */}}
+{{- define "flopwatch.metadata" -}}
+{{- $root := index . 0 -}}
+name: {{ include "flopwatch.fullname" $root }}{{ index . 1 }}
+{{- with $root.Values.namespaceOverride }}
+namespace: {{ . }}
+{{- end }}
+labels:
+  {{- include "flopwatch.labels" $root | nindent 2 }}
+  {{- with index . 2 }}
+  app.kubernetes.io/component: {{ . }}
+  {{- end }}
 {{- end }}
 
 {{- /* Of what belongs to no namespace: two releases of one name must not fight over it. */}}
 {{- define "flopwatch.clusterName" -}}
-{{- printf "%s-%s-exporter" .Release.Namespace (include "flopwatch.fullname" .) }}
+{{- printf "%s-%s-exporter" (include "flopwatch.namespace" .) (include "flopwatch.fullname" .) }}
+{{- end }}
+
+{{- /* The same of what `helm test` alone makes, after the name. */}}
+{{- define "flopwatch.testMetadata" -}}
+labels:
+  {{- include "flopwatch.labels" . | nindent 2 }}
+  app.kubernetes.io/component: test
+annotations:
+  helm.sh/hook: test
+  helm.sh/hook-weight: "-1"
+  helm.sh/hook-delete-policy: before-hook-creation,hook-succeeded
+{{- with .Values.namespaceOverride }}
+namespace: {{ . }}
+{{- end }}
 {{- end }}
 
 {{- define "flopwatch.labels" -}}
@@ -20,6 +53,9 @@ app.kubernetes.io/name: {{ include "flopwatch.name" . }}
 app.kubernetes.io/instance: {{ .Release.Name }}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
+{{- with .Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
 {{- end }}
 
 {{- /* Takes a list: the root, and the component, exporter or ledger. */}}
@@ -34,8 +70,44 @@ app.kubernetes.io/component: {{ index . 1 }}
 {{- default (ternary (include "flopwatch.fullname" .) "default" .Values.serviceAccount.create) .Values.serviceAccount.name }}
 {{- end }}
 
+{{- /* The exporter's account is its own, because what it may do (nodes, privileged containers) nothing else needs. */}}
+{{- define "flopwatch.exporterAccountName" -}}
+{{- include "flopwatch.serviceAccountName" . }}{{ ternary "-exporter" "" .Values.serviceAccount.create }}
+{{- end }}
+
 {{- define "flopwatch.image" -}}
-{{- printf "%s:%s" .Values.image.repository (default .Chart.AppVersion .Values.image.tag) | quote }}
+{{- $digest := ternary (printf "@%s" .Values.image.digest) "" (ne .Values.image.digest "") }}
+{{- printf "%s:%s%s" .Values.image.repository (default .Chart.AppVersion .Values.image.tag) $digest | quote }}
+{{- end }}
+
+{{- /* Labels of a pod. Takes a list: the root, the component, and the labels of its values. */}}
+{{- define "flopwatch.podLabels" -}}
+{{- $root := index . 0 -}}
+{{- include "flopwatch.selectorLabels" (list $root (index . 1)) }}
+{{- with merge (deepCopy (index . 2)) $root.Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{- /* A duration of the values, 500ms or 15s, in milliseconds. */}}
+{{- define "flopwatch.milliseconds" -}}
+{{- mul (regexFind "^[0-9]+" .) (get (dict "ms" 1 "s" 1000 "m" 60000 "h" 3600000) (regexFind "[a-z]+$" .)) }}
+{{- end }}
+
+{{- /* Folder on the node for the exporter's state. Two releases on a node must not share it. */}}
+{{- define "flopwatch.statePath" -}}
+{{- default (printf "/var/lib/flopwatch/%s-%s" (include "flopwatch.namespace" .) (include "flopwatch.fullname" .)) .Values.exporter.statePath }}
+{{- end }}
+
+{{- /* Without its runtime class no exporter would start, and Helm would report the install as a success. The class can be
+looked up only with access to a cluster, which always has the namespace kube-system. */}}
+{{- define "flopwatch.checkRuntimeClass" -}}
+{{- $name := .Values.exporter.runtimeClassName }}
+{{- if and .Values.lookup $name (not .Values.exporter.simulate) }}
+{{- if and (lookup "v1" "Namespace" "" "kube-system") (not (lookup "node.k8s.io/v1" "RuntimeClass" "" $name)) }}
+{{- fail (printf "this cluster has no RuntimeClass %s, so no exporter could start. Install NVIDIA's GPU operator first, set exporter.runtimeClassName to the cluster's class, or set it to \"\" where NVIDIA's runtime is the default. lookup=false skips this check" $name) }}
+{{- end }}
+{{- end }}
 {{- end }}
 
 {{- define "flopwatch.ledgerSecret" -}}
@@ -71,15 +143,13 @@ seccompProfile:
   type: RuntimeDefault
 {{- end }}
 
-{{- /* Takes a list: the path, and whether it is behind TLS. */}}
+{{- /* A probe. Takes a list: the path, whether it is behind TLS, and what the values set. */}}
 {{- define "flopwatch.probe" -}}
-httpGet:
-  path: {{ index . 0 }}
-  port: metrics
-  {{- if index . 1 }}
-  scheme: HTTPS
-  {{- end }}
-timeoutSeconds: 5
+{{- $probe := dict "httpGet" (dict "path" (index . 0) "port" "metrics") "timeoutSeconds" 5 }}
+{{- if index . 1 }}
+{{- $_ := set $probe.httpGet "scheme" "HTTPS" }}
+{{- end }}
+{{- toYaml (mergeOverwrite $probe (deepCopy (index . 2))) }}
 {{- end }}
 
 {{- /* What the exporters' pods ask of their namespace's Pod Security, as a list: the level, and why. */}}
@@ -94,7 +164,9 @@ timeoutSeconds: 5
 {{- end }}
 {{- $why = append $why "folders of the node" }}
 {{- end }}
-{{- if or .Values.exporter.hostPort .Values.otlp.hostPort }}
+{{- if .Values.exporter.hostNetwork }}
+{{- $why = append $why "hostNetwork" }}
+{{- else if or .Values.exporter.hostPort .Values.otlp.hostPort }}
 {{- $why = append $why "a port of the node" }}
 {{- end }}
 {{- toJson (list (ternary "privileged" "restricted" (gt (len $why) 0)) (join ", " $why)) }}
@@ -114,7 +186,7 @@ Takes a list: the root, the given labels, the kind of the selecting object, the 
 {{- if not $labels }}
 {{- $labels = dict }}
 {{- $from = list }}
-{{- if $root.Capabilities.APIVersions.Has (printf "monitoring.coreos.com/v1/%s" $kind) }}
+{{- if and $root.Values.lookup ($root.Capabilities.APIVersions.Has (printf "monitoring.coreos.com/v1/%s" $kind)) }}
 {{- range (lookup "monitoring.coreos.com/v1" $kind "" "").items }}
 {{- $name := printf "%s %s/%s" $kind .metadata.namespace .metadata.name }}
 {{- $selector := index .spec $field }}
@@ -127,7 +199,7 @@ Takes a list: the root, the given labels, the kind of the selecting object, the 
 {{- end }}
 {{- end }}
 {{- $spaces := index .spec (replace "Selector" "NamespaceSelector" $field) }}
-{{- if and (not (kindIs "map" $spaces)) (ne .metadata.namespace $root.Release.Namespace) }}
+{{- if and (not (kindIs "map" $spaces)) (ne .metadata.namespace (include "flopwatch.namespace" $root)) }}
 {{- $elsewhere = append $elsewhere $name }}
 {{- end }}
 {{- end }}
@@ -178,13 +250,13 @@ become labels, and the Secret with the CA if it is behind TLS. */}}
 {{- $component := index . 1 }}
 {{- $monitor := $root.Values.monitor }}
 {{- $victoria := eq $monitor.kind "vmpodscrape" -}}
+{{- if gt (include "flopwatch.milliseconds" $monitor.scrapeTimeout | int) (include "flopwatch.milliseconds" $monitor.interval | int) }}
+{{- fail (printf "monitor.scrapeTimeout (%s) is longer than monitor.interval (%s), which Prometheus refuses" $monitor.scrapeTimeout $monitor.interval) }}
+{{- end -}}
 apiVersion: {{ ternary "operator.victoriametrics.com/v1beta1" "monitoring.coreos.com/v1" $victoria }}
 kind: {{ ternary "VMPodScrape" "PodMonitor" $victoria }}
 metadata:
-  name: {{ include "flopwatch.fullname" $root }}-{{ $component }}
-  labels:
-    {{- include "flopwatch.labels" $root | nindent 4 }}
-    app.kubernetes.io/component: {{ $component }}
+  {{- include "flopwatch.metadata" (list $root (printf "-%s" $component) $component) | nindent 2 }}
     {{- with (include "flopwatch.monitorSelected" $root | fromJson).labels }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
@@ -207,20 +279,32 @@ spec:
         serverName: {{ include "flopwatch.fullname" $root }}-{{ $component }}
       {{- end }}
       {{ ternary "relabelConfigs" "relabelings" $victoria }}:
+        {{- /* With the operator's defaults written out, or Argo CD and kubectl diff see a change in each sync. */}}
         {{- range $label := index . 2 }}
-        - sourceLabels: [{{ $label.from }}]
+        - action: replace
+          sourceLabels: [{{ $label.from }}]
           targetLabel: {{ $label.to }}
         {{- end }}
         - action: labeldrop
           regex: pod|container|endpoint
+      {{- with $monitor.metricRelabelings }}
+      {{ ternary "metricRelabelConfigs" "metricRelabelings" $victoria }}:
+        {{- toYaml . | nindent 8 }}
+      {{- end }}
 {{- end }}
 
-{{- /* The rules, as text; alertLabels, and the namespace that an AlertmanagerConfig asks for, are on every alert. */}}
+{{- /* The rules of some tiers, as text; alertLabels, and the namespace that an AlertmanagerConfig asks for, are on every
+alert. Takes a list: the root, and the tiers. */}}
 {{- define "flopwatch.rules" -}}
+{{- $tiers := index . 1 }}
+{{- with index . 0 }}
 {{- /* .Files.Get, because the alerts' own templates are Prometheus' business, not Helm's. */}}
 {{- $rules := "groups:\n" }}
-{{- range .Values.rules.tiers }}
-{{- $rules = printf "%s%s" $rules (regexReplaceAll "(?s)^.*?groups:\n" ($.Files.Get (printf "files/rules/%s.yaml" .)) "") }}
+{{- range $tier := $tiers }}
+{{- $rules = printf "%s%s" $rules (regexReplaceAll "(?s)^.*?groups:\n" ((index $ 0).Files.Get (printf "files/rules/%s.yaml" $tier)) "") }}
+{{- end }}
+{{- if not .Values.rules.keepFiringFor }}
+{{- $rules = regexReplaceAll "\n *keep_firing_for: .*" $rules "" }}
 {{- end }}
 {{- with .Values.rules.runbookUrl }}
 {{- $rules = replace "runbook_url: alerts/runbooks/" (printf "runbook_url: %s/" .) $rules }}
@@ -230,12 +314,13 @@ spec:
 {{- end }}
 {{- $labels := deepCopy .Values.rules.alertLabels }}
 {{- if eq .Values.routing.kind "alertmanagerconfig" }}
-{{- $labels = merge (dict "namespace" .Release.Namespace) $labels }}
+{{- $labels = merge (dict "namespace" (include "flopwatch.namespace" .)) $labels }}
 {{- end }}
 {{- with $labels }}
 {{- $rules = replace "\n    labels:\n" (printf "\n    labels:\n%s\n" (toYaml . | indent 6)) $rules }}
 {{- end }}
 {{- $rules }}
+{{- end }}
 {{- end }}
 
 {{- /* Where exporters run, as JSON: what the values say, and not where the GPU operator has taken its node label back. The

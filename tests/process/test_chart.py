@@ -88,12 +88,18 @@ def test_the_defaults_make_these_objects() -> None:
         ("Pod", "demo-flopwatch-test-series"),
         ("PodMonitor", "demo-flopwatch-exporter"),
         ("PodMonitor", "demo-flopwatch-ledger"),
-        ("PrometheusRule", "demo-flopwatch"),
+        ("PrometheusRule", "demo-flopwatch-fleet"),
+        ("PrometheusRule", "demo-flopwatch-host"),
+        ("PrometheusRule", "demo-flopwatch-run"),
+        ("Role", "demo-flopwatch-test"),
+        ("RoleBinding", "demo-flopwatch-test"),
         ("Secret", "demo-flopwatch-ledger"),
         ("Service", "demo-flopwatch-exporter"),
         ("Service", "demo-flopwatch-ledger"),
         ("Service", "demo-flopwatch-otlp"),
         ("ServiceAccount", "demo-flopwatch"),
+        ("ServiceAccount", "demo-flopwatch-exporter"),
+        ("ServiceAccount", "demo-flopwatch-test"),
         ("StatefulSet", "demo-flopwatch-ledger"),
     ]
 
@@ -107,7 +113,8 @@ def test_every_object_has_the_recommended_labels(variant: str) -> None:
         assert labels["app.kubernetes.io/managed-by"] == "Helm", key
         assert labels["app.kubernetes.io/version"] == flopwatch.__version__, key
         assert labels["helm.sh/chart"] == f"flopwatch-{helm.Chart.load(CHART).version}", key
-        assert "namespace" not in made["metadata"], key
+        assert made["metadata"].get("namespace") == VARIANTS[variant].get("namespaceOverride"), key
+        assert labels.items() >= VARIANTS[variant].get("commonLabels", {}).items(), key
 
 
 @pytest.mark.parametrize(
@@ -141,6 +148,10 @@ def test_every_object_has_the_recommended_labels(variant: str) -> None:
         ({"networkPolicy": {"training": []}}, "at '/networkPolicy/training': minItems: got 0, want 1"),
         ({"tests": {"prometheusUrl": "http://p:9090/"}}, "at '/tests/prometheusUrl': 'http://p:9090/' does not match"),
         ({"prometheusRule": {}}, "additional properties 'prometheusRule' not allowed"),
+        ({"fullnameOverride": "my.release"}, "at '/fullnameOverride': 'my.release' does not match pattern"),
+        ({"image": {"repository": "registry/flopwatch:1.0"}}, "at '/image/repository': 'registry/flopwatch:1.0' does"),
+        ({"image": {"digest": "sha256:12"}}, "at '/image/digest': 'sha256:12' does not match pattern"),
+        ({"extraManifests": [1]}, "at '/extraManifests/0': got number, want string or object"),
     ],
 )
 def test_the_values_schema_refuses_a_wrong_value_and_names_it(values: Json, complaint: str) -> None:
@@ -154,7 +165,7 @@ def test_every_value_is_in_the_schema_and_has_a_comment_that_begins_with_its_nam
 
     def check(values: Json, part: Json, prefix: str) -> None:
         assert part["additionalProperties"] is False
-        assert part["properties"].keys() - {"global"} == values.keys(), prefix
+        assert part["properties"].keys() - values.keys() <= {"global", "enabled"}, prefix
         for key, value in values.items():
             inside = part["properties"][key]
             if "properties" in inside:
@@ -176,7 +187,7 @@ def test_the_command_line_accepts_the_flags_and_the_ports_agree(variant: str) ->
     ports = {port["name"]: port for port in container(daemonset)["ports"]}
     assert exporter.listen == Address("::", ports["metrics"]["containerPort"])
     assert exporter.otlp_listen == Address("::", ports["otlp"]["containerPort"])
-    on_node = (9450, 4318) if variant == "slurm" else (None, None)
+    on_node = (9450, 4318) if variant in ("slurm", "namespace") else (None, None)
     assert (ports["metrics"].get("hostPort"), ports["otlp"].get("hostPort")) == on_node
     mounted = mounts(container(daemonset))
     assert mounted[str(exporter.state)] == ("state", False)
@@ -299,16 +310,19 @@ def test_training_must_show_a_token_only_where_a_secret_is_named() -> None:
     )
 
 
+STATE = "/var/lib/flopwatch/observability-demo-flopwatch"
+NODE_PATHS = {STATE, "/sys", "/dev/kmsg", "/var/lib/kubelet/pod-resources"}
 HOST_PATHS = {
     "simulated": set[str](),
-    "unprivileged": {"/var/lib/flopwatch", "/sys"},
-    "hardened": {"/var/lib/flopwatch", "/sys", "/dev/kmsg", "/var/lib/kubelet/pod-resources", "/dev/null"},
+    "unprivileged": {"/var/lib/flopwatch/observability-watch", "/sys"},
+    "hardened": {STATE, "/sys", "/dev/kmsg", "/var/lib/kubelet/pod-resources", "/dev/null"},
     "slurm": {
-        *("/var/lib/flopwatch", "/sys", "/var/lib/k0s/kubelet/pod-resources", "/run/flopwatch-jobs", "/etc/slurm"),
+        *(STATE, "/sys", "/var/lib/k0s/kubelet/pod-resources", "/run/flopwatch-jobs", "/etc/slurm"),
         "/var/log/nccl-inspector",
     },
+    "namespace": {*NODE_PATHS - {STATE}, "/var/lib/flopwatch/gpu-monitoring-demo-flopwatch"},
+    "gke": {*NODE_PATHS, "/home/kubernetes/bin/nvidia"},
 }
-NODE_PATHS = {"/var/lib/flopwatch", "/sys", "/dev/kmsg", "/var/lib/kubelet/pod-resources"}
 
 
 @each_variant
@@ -317,12 +331,13 @@ def test_only_the_container_that_reads_the_kernel_log_is_privileged_and_no_pod_a
     pod = only(objects, "DaemonSet")["spec"]["template"]["spec"]
     host_paths = {volume["hostPath"]["path"] for volume in pod["volumes"] if "hostPath" in volume}
     assert host_paths == HOST_PATHS.get(variant, NODE_PATHS)
-    assert ("runtimeClassName" in pod) is (variant not in ("simulated", "unprivileged"))
+    assert ("runtimeClassName" in pod) is (variant not in ("simulated", "unprivileged", "gke", "gpu-operator-nri"))
     assert ("hostPID" in pod) is (variant == "slurm")
     assert pod.get("nodeSelector") == {
         "simulated": None,
         "unprivileged": {"pool": "gpu"},
         "gpu-operator": {"nvidia.com/gpu.deploy.client": "true"},
+        "gke": None,
     }.get(variant, {"nvidia.com/gpu.present": "true"})
     for key, made in objects.items():
         spec = made.get("spec", {}).get("template", {}).get("spec", made.get("spec", {}))
@@ -333,8 +348,8 @@ def test_only_the_container_that_reads_the_kernel_log_is_privileged_and_no_pod_a
             if each["name"] == "kmsg":
                 assert (security["privileged"], security["runAsUser"]) == (True, 0)
                 continue
-            assert "privileged" not in security, key
-            assert security["allowPrivilegeEscalation"] is False, key
+            privileged = key[0] == "DaemonSet" and variant == "gke"  # as its values say
+            assert ("privileged" in security, security["allowPrivilegeEscalation"]) == (privileged, privileged), key
             added = {"add": ["SYS_ADMIN"]} if (key[0], variant) == ("DaemonSet", "mig") else {}
             assert security["capabilities"] == {"drop": ["ALL"]} | added, key
             assert ("NVIDIA_MIG_MONITOR_DEVICES" in str(each.get("env"))) is bool(added), key
@@ -404,6 +419,116 @@ def test_the_exporter_alone_may_get_nodes_where_their_labels_give_the_place() ->
         "1001-1005,1009",
         "dcgm",
     )
+
+
+def test_values_add_to_what_the_chart_makes_and_replace_parts_of_it() -> None:
+    objects = render("namespace")
+    daemonset, statefulset = only(objects, "DaemonSet"), only(objects, "StatefulSet")
+    assert daemonset["spec"]["updateStrategy"] == {"type": "OnDelete"}
+    pod, exporter = daemonset["spec"]["template"]["spec"], container(daemonset)
+    assert (pod["hostNetwork"], pod["dnsPolicy"]) == (True, "ClusterFirstWithHostNet")
+    assert pod["securityContext"] == {"supplementalGroups": [1000]}
+    assert exporter["image"].endswith(f":{flopwatch.__version__}@{VARIANTS['namespace']['image']['digest']}")
+    assert settings_of(daemonset).new_for == 300
+    assert (exporter["livenessProbe"]["failureThreshold"], exporter["livenessProbe"]["timeoutSeconds"]) == (5, 5)
+    assert exporter["readinessProbe"]["periodSeconds"] == 20
+    assert container(daemonset, "kmsg")["resources"]["requests"] == {"cpu": "20m", "memory": "24Mi"}
+    assert container(statefulset)["livenessProbe"]["failureThreshold"] == 5
+    assert container(statefulset)["securityContext"]["runAsUser"] == 2000
+    assert statefulset["spec"]["template"]["spec"]["priorityClassName"] == "cluster-critical"
+    assert only(objects, "Service", "-exporter")["metadata"]["annotations"] == {"example.com/scraped": "true"}
+    for workload in (daemonset, statefulset):
+        labels = workload["spec"]["template"]["metadata"]["labels"]
+        assert labels.items() >= {"team": "platform", "sidecar.istio.io/inject": "false"}.items()
+        assert "team" not in workload["spec"]["selector"]["matchLabels"], "a selector cannot be changed later"
+    accounts = [made["metadata"] for (kind, _), made in objects.items() if kind == "ServiceAccount"]
+    assert [account["annotations"] for account in accounts] == [{"example.com/owner": "platform"}] * 2
+    assert only(objects, "ConfigMap", "-notes")["data"] == {"owner": "platform"}
+    assert not [kind for kind, _ in objects if kind.startswith(("Role", "ClusterRole"))]
+    (endpoint,) = only(objects, "PodMonitor", "-exporter")["spec"]["podMetricsEndpoints"]
+    assert endpoint["metricRelabelings"] == [{"action": "labeldrop", "regex": "serial"}]
+
+
+def test_every_container_has_the_limits_that_a_quota_asks_for() -> None:
+    pods = [
+        made["spec"].get("template", made)["spec"]
+        for (kind, _), made in render("namespace").items()
+        if kind in ("DaemonSet", "StatefulSet", "Pod")
+    ]
+    limits = [one["resources"]["limits"] for pod in pods for one in pod["containers"]]
+    assert len(limits) == 4
+    assert all(one.keys() == {"cpu", "memory"} for one in limits)
+
+
+def test_two_renders_are_the_same_where_a_token_is_named_and_nothing_is_looked_up() -> None:
+    assert files_of(VARIANTS["namespace"]) == files_of(VARIANTS["namespace"])
+    (claim,) = only(render("namespace"), "StatefulSet")["spec"]["volumeClaimTemplates"]
+    assert (claim["apiVersion"], claim["kind"], claim["spec"]["volumeMode"]) == (
+        *("v1", "PersistentVolumeClaim"),
+        "Filesystem",
+    )
+
+
+def test_the_operators_nri_plugin_finds_the_exporters_container_by_its_name() -> None:
+    template = only(render("gpu-operator-nri"), "DaemonSet")["spec"]["template"]
+    (key,) = template["metadata"]["annotations"]
+    assert key == f"nvidia.cdi.k8s.io/container.{template['spec']['containers'][0]['name']}"
+
+
+def test_the_role_of_the_page_is_enough_for_an_installer_of_one_namespace() -> None:
+    page = (ROOT / "docs" / "kubernetes.md").read_text(encoding="utf-8")
+    (role,) = [one for one in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL) if "kind: Role\n" in one]
+    allowed = {
+        (group, resource)
+        for rule in yaml.safe_load(role)["rules"]
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+        if {"get", "create", "update", "patch", "delete"} <= set(rule["verbs"])
+    }
+    for values in (VARIANTS["namespace"], VARIANTS["boards"] | {"lookup": False, "rbac": {"create": False}}):
+        for kind, _ in (objects := objects_of(files_of(values))):
+            group = next(made["apiVersion"] for (its, _), made in objects.items() if its == kind).rpartition("/")[0]
+            plural = f"{kind.lower().removesuffix('y')}{'ies' if kind.endswith('y') else 's'}"
+            assert (group.partition("/")[0], plural) in allowed, kind
+
+
+def test_a_driver_that_is_a_folder_of_the_node_is_mounted() -> None:
+    daemonset = only(render("gke"), "DaemonSet")
+    assert mounts(container(daemonset))["/usr/local/nvidia"] == ("driver", True)
+    environ = {one["name"]: one.get("value") for one in container(daemonset)["env"]}
+    assert environ["LD_LIBRARY_PATH"] == "/usr/local/nvidia/lib64"
+
+
+def test_a_release_with_dots_in_its_name_has_names_that_kubernetes_accepts() -> None:
+    with helm.Chart.load(CHART) as chart:
+        files = chart.render({}, name="my.release", namespace=NAMESPACE)
+    objects = objects_of(files)
+    assert {name for kind, name in objects if kind == "Service"} == {
+        f"my-release-flopwatch-{name}" for name in ("exporter", "ledger", "otlp")
+    }
+    for made in objects.values():
+        if made["apiVersion"] in ("v1", "apps/v1"):
+            kubernetes_validate.validate(made, "1.32", strict=True)
+
+
+def test_the_nodes_expected_shape_is_read_by_the_exporter(tmp_path: Path) -> None:
+    shape = {
+        "gpus": 8,
+        "gpu_model": "NVIDIA H100 80GB HBM3",
+        "ports": {"compute": {"count": 8, "rate": 50_000_000_000}},
+    }
+    objects = objects_of(files_of({"exporter": {"expect": shape}}))
+    daemonset = only(objects, "DaemonSet")
+    file = settings_of(daemonset).expect
+    volume, read_only = mounts(container(daemonset))[str(file.parent)]
+    volumes = {one["name"]: one for one in daemonset["spec"]["template"]["spec"]["volumes"]}
+    config = only(objects, "ConfigMap", "-expect")
+    assert (volumes[volume]["configMap"]["name"], read_only) == (config["metadata"]["name"], True)
+    (tmp_path / file.name).write_text(config["data"][file.name])
+    assert json.loads((tmp_path / file.name).read_text()) == shape
+    other = only(objects_of(files_of({"exporter": {"expect": shape | {"gpus": 4}}})), "DaemonSet")
+    restarts = [one["spec"]["template"]["metadata"]["annotations"]["checksum/expect"] for one in (daemonset, other)]
+    assert restarts[0] != restarts[1], "the exporter reads it at its start"
 
 
 @pytest.mark.parametrize("level", ["core", "full"])
@@ -511,6 +636,10 @@ def test_boards_ask_for_a_password_and_the_kubelet_does_not_give_one() -> None:
             {"openshift": {"scc": "privileged"}, "serviceAccount": {"create": False}},
             "openshift.scc needs serviceAccount",
         ),
+        (
+            {"monitor": {"interval": "5s"}},
+            "monitor.scrapeTimeout (10s) is longer than monitor.interval (5s), which Prometheus refuses",
+        ),
         ({"ledger": {"enabled": False, "tlsSecret": "tls"}}, "ledger.tlsSecret is for a ledger behind TLS"),
         ({"routing": {"kind": "secret"}}, "routing.kind needs a receiver"),
         ({"routing": {"kind": "alertmanagerconfig", "watchdogSecret": "w"}}, "routing.kind needs a receiver"),
@@ -571,7 +700,7 @@ def test_exporters_leave_a_node_when_the_gpu_operator_takes_its_label_back() -> 
 
 def test_on_openshift_our_account_alone_gets_the_security_context_constraints() -> None:
     objects = render("openshift")
-    binding = only(objects, "RoleBinding")
+    binding = only(objects, "RoleBinding", "-exporter-scc-privileged")  # a binding's role cannot be changed
     assert binding["roleRef"] == {
         "apiGroup": "rbac.authorization.k8s.io",
         "kind": "ClusterRole",
@@ -579,13 +708,34 @@ def test_on_openshift_our_account_alone_gets_the_security_context_constraints() 
     }
     account = only(objects, "DaemonSet")["spec"]["template"]["spec"]["serviceAccountName"]
     assert binding["subjects"] == [{"kind": "ServiceAccount", "name": account, "namespace": NAMESPACE}]
-    assert account == only(objects, "ServiceAccount")["metadata"]["name"] == "demo-flopwatch"
+    assert ("ServiceAccount", account) in objects
+    unprivileged = only(objects, "RoleBinding", "-others-scc-nonroot-v2")
+    assert unprivileged["roleRef"]["name"] == "system:openshift:scc:nonroot-v2"
+    (subject,) = unprivileged["subjects"]
+    assert subject["name"] == only(objects, "StatefulSet")["spec"]["template"]["spec"]["serviceAccountName"] != account
 
 
-def test_the_prometheus_rule_is_the_generated_file_with_its_templates_untouched() -> None:
-    made = only(render("defaults"), "PrometheusRule")
-    assert made["spec"] == rules(AlertSettings())
-    assert "{{ $labels.run }}" in str(made["spec"])
+def test_the_prometheus_rules_are_the_generated_files_with_their_templates_untouched() -> None:
+    objects = render("defaults")
+    made = [only(objects, "PrometheusRule", f"-{tier}") for tier in TIERS]
+    assert {"groups": [group for one in made for group in one["spec"]["groups"]]} == rules(AlertSettings())
+    assert "{{ $labels.run }}" in str(made)
+    assert all(len(json.dumps(one)) < 200_000 for one in made)  # kubectl apply annotates with at most 262,144 bytes
+
+
+def test_an_operator_before_0_66_gets_rules_without_keep_firing_for() -> None:
+    kept, without = (
+        [
+            rule
+            for (kind, _), one in render(name).items()
+            if kind == "PrometheusRule"
+            for group in one["spec"]["groups"]
+            for rule in group["rules"]
+        ]
+        for name in ("defaults", "namespace")
+    )
+    assert any("keep_firing_for" in rule for rule in kept)
+    assert without == [{key: value for key, value in rule.items() if key != "keep_firing_for"} for rule in kept]
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,11 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +52,12 @@ def arguments(variant: str) -> list[str]:
 def test_the_pods_arguments_name_what_the_install_made() -> None:
     assert arguments("defaults") == [
         "--exporters=demo-flopwatch-exporter:9450",
+        "--kubernetes=https://kubernetes.default.svc",
         "--ledger=http://demo-flopwatch-ledger:9451",
         "--namespace=observability",
         "--seconds=120",
     ]
-    assert arguments("kube-prometheus-stack")[2:] == [
+    assert arguments("kube-prometheus-stack")[3:] == [
         "--prometheus=http://kps-kube-prometheus-stack-prometheus.monitoring:9090",
         '--monitor=podmonitor with the labels {"release":"kps"}',
         "--rules=http://kps-kube-prometheus-stack-prometheus.monitoring:9090",
@@ -64,7 +67,7 @@ def test_the_pods_arguments_name_what_the_install_made() -> None:
         "--namespace=observability",
         "--seconds=120",
     ]
-    assert arguments("hardened")[1:3] == [
+    assert arguments("hardened")[2:4] == [
         "--ledger=https://demo-flopwatch-ledger:9451",
         "--ledger-ca-file=/etc/flopwatch/ledger-ca/ca.crt",
     ]
@@ -76,6 +79,95 @@ def test_what_it_asks_for_is_there_to_be_asked() -> None:
     text = (CHART / "files" / "check.py").read_text(encoding="utf-8")
     assert set(re.findall(r"flopwatch_\w+", text)) <= flopwatch.catalogue.BY_NAME.keys()
     assert check.WATCHDOG in (CHART / "files" / "rules" / "fleet.yaml").read_text(encoding="utf-8")
+
+
+def status(wanted: int, made: int, ready: int) -> dict[str, int]:
+    return {"desiredNumberScheduled": wanted, "currentNumberScheduled": made, "numberReady": ready}
+
+
+def event(name: str, message: str, time: str) -> dict[str, Any]:
+    return {"involvedObject": {"name": name}, "message": message, "lastTimestamp": time, "type": "Warning"}
+
+
+# Of a real API server.
+NO_CLASS = 'Error creating: pods "demo-exporter-" is forbidden: pod rejected: RuntimeClass "nvidia" not found'
+PULLING = 'Failed to pull image "flopwatch:0.2.0": not found'
+
+
+@pytest.mark.parametrize(
+    ("pods", "events", "expected"),
+    [
+        (status(2, 2, 2), [], None),
+        (status(0, 0, 0), [], "no node matches the DaemonSet demo-exporter: compare exporter.nodeSelector"),
+        (
+            status(2, 0, 0),
+            [
+                event("demo-exporter", NO_CLASS, "2026-11-24T10:00:09Z"),
+                event("demo-exporter", "an earlier one", "2026-11-24T10:00:01Z"),
+                event("another", "of something else", "2026-11-24T10:00:12Z"),
+            ],
+            f"the DaemonSet demo-exporter has 0 pods, for 2 nodes: {NO_CLASS}",
+        ),
+        (
+            status(2, 2, 1),
+            [event("demo-exporter-x7k2p", PULLING, "2026-11-24T10:00:09Z")],
+            f"the DaemonSet demo-exporter has 1 pods that are ready, for 2 nodes: {PULLING}",
+        ),
+        (
+            status(2, 1, 1),
+            [],
+            "the DaemonSet demo-exporter has 1 pods, for 2 nodes; see kubectl describe daemonset demo-exporter",
+        ),
+    ],
+)
+def test_a_node_without_its_exporter_fails_the_test_with_the_reason_of_the_event(
+    pods: dict[str, int], events: list[Any], expected: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = {
+        "/apis/apps/v1/namespaces/gpu/daemonsets/demo-exporter": {"status": pods},
+        "/api/v1/namespaces/gpu/events": {"items": events},
+    }
+    tokens = set()
+
+    class Server(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            tokens.add(self.headers["Authorization"])
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps(answers[self.path.partition("?")[0]]).encode())
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    (tmp_path / "token").write_text("of the account")
+    with ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        kubernetes = check.Kubernetes(f"http://127.0.0.1:{server.server_port}", "gpu", tmp_path)
+        if expected is None:
+            assert check.daemonset(kubernetes, "demo-exporter") == "each of 2 nodes has its exporter"
+        else:
+            url = f"--kubernetes=http://127.0.0.1:{server.server_port}"
+            flags = [url, f"--account={tmp_path}", "--namespace=gpu", "--exporters=demo-exporter:9450"]
+            assert check.main(flags) == 1
+            assert f"failed: {expected}" in capsys.readouterr().out
+        server.shutdown()
+    assert tokens == {"Bearer of the account"}
+
+
+def test_the_tests_account_may_get_what_it_asks_for_and_no_more() -> None:
+    objects = render("defaults")
+    role, binding, pod = only(objects, "Role"), only(objects, "RoleBinding"), only(objects, "Pod")["spec"]
+    assert [(rule["resources"], rule["verbs"]) for rule in role["rules"]] == [
+        (["daemonsets"], ["get"]),
+        (["events"], ["list"]),
+    ]
+    account = binding["subjects"][0]["name"]
+    assert pod["serviceAccountName"] == account == only(objects, "ServiceAccount", "-test")["metadata"]["name"]
+    assert pod["automountServiceAccountToken"] is True
+    assert all("helm.sh/hook" in made["metadata"]["annotations"] for made in (role, binding))
+    without = render("namespace")
+    assert only(without, "Pod")["spec"]["automountServiceAccountToken"] is False
+    assert "--kubernetes" not in str(only(without, "Pod"))
 
 
 class Cluster:
@@ -171,6 +263,7 @@ class Cluster:
         """Return the arguments of kube-prometheus-stack's test pod, with this cluster's addresses."""
         here = {
             "exporters": self.exporter,
+            "kubernetes": "",  # there is none here
             "ledger": f"http://{self.exporter}",
             "prometheus": f"http://{self.prometheus}",
             "rules": f"http://{self.prometheus}",

@@ -28,7 +28,7 @@ import pytest
 import yaml
 
 import flopwatch
-from alerts import AlertSettings, rules
+from alerts import TIERS, AlertSettings, rules
 from demo.servers import find
 from tests.support import ROOT
 from tests.support.chart import (
@@ -128,11 +128,11 @@ def test_without_a_cluster_we_carry_what_kube_prometheus_stack_asks_for_and_give
         ("kube-prometheus-stack", {"release": "kps"}, "given"),
     ):
         objects = render(variant)
-        for kind, ending in (("PodMonitor", "-exporter"), ("PodMonitor", "-ledger"), ("PrometheusRule", "")):
+        for kind, ending in (("PodMonitor", "-exporter"), ("PodMonitor", "-ledger"), ("PrometheusRule", "-run")):
             assert selector_labels(only(objects, kind, ending)) == labels
         text = json.dumps(labels, separators=(",", ":"))
         assert f"PodMonitors with the labels {text} ({source})." in notes(variant)
-        assert f"A PrometheusRule with the labels {text} ({source})." in notes(variant)
+        assert f"PrometheusRules with the labels {text} ({source})." in notes(variant)
 
 
 def prometheus(name: str, namespace: str, **spec: Any) -> Json:
@@ -145,7 +145,9 @@ def prometheus(name: str, namespace: str, **spec: Any) -> Json:
 
 
 SERVED = {
-    "v1": ["Pod", "Service", "ConfigMap", "Secret", "ServiceAccount"],
+    "v1": ["Namespace", "Pod", "Service", "ConfigMap", "Secret", "ServiceAccount"],
+    "node.k8s.io/v1": ["RuntimeClass"],
+    "rbac.authorization.k8s.io/v1": ["Role", "RoleBinding"],
     "apps/v1": ["DaemonSet", "StatefulSet"],
     "monitoring.coreos.com/v1": ["PodMonitor", "PrometheusRule", "Prometheus", "Alertmanager"],
     "monitoring.coreos.com/v1alpha1": ["AlertmanagerConfig"],
@@ -157,8 +159,11 @@ def resource(kind: str) -> str:
 
 
 @contextmanager
-def cluster(*resources: Json, status: int = 200) -> Iterator[helm.Config]:
-    """Serve the parts of the Kubernetes API that Helm reads, for a cluster with only these operator objects."""
+def cluster(*resources: Json, status: int = 200, runtime: str = "nvidia") -> Iterator[helm.Config]:
+    """Serve the parts of the Kubernetes API that Helm reads, for a cluster with only these operator objects.
+
+    `status` is that of requests outside of the namespace. The cluster has one RuntimeClass, `runtime`.
+    """
     groups: dict[str, list[str]] = {}
     for name in SERVED:
         group, _, version = name.rpartition("/")
@@ -187,9 +192,20 @@ def cluster(*resources: Json, status: int = 200) -> Iterator[helm.Config]:
             "apiVersion": "v1",
             "groupVersion": name,
             "resources": [
-                {"name": resource(kind), "kind": kind, "namespaced": True, "verbs": ["get", "list"]} for kind in kinds
+                {
+                    "name": resource(kind),
+                    "kind": kind,
+                    "namespaced": kind not in ("Namespace", "RuntimeClass"),
+                    "verbs": ["get", "list"],
+                }
+                for kind in kinds
             ],
         }
+    for path, kind in (
+        ("/api/v1/namespaces/kube-system", "Namespace"),
+        (f"/apis/node.k8s.io/v1/runtimeclasses/{runtime}", "RuntimeClass"),
+    ):
+        answers[path] = {"kind": kind, "metadata": {"name": path.rpartition("/")[2]}}
     for kind in ("Prometheus", "Alertmanager"):
         answers[f"/apis/monitoring.coreos.com/v1/{resource(kind)}"] = {
             "apiVersion": "monitoring.coreos.com/v1",
@@ -201,7 +217,8 @@ def cluster(*resources: Json, status: int = 200) -> Iterator[helm.Config]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             path = self.path.partition("?")[0]
-            answer, code = answers.get(path), status if path.endswith("/prometheuses") else 200
+            outside = path.endswith(("/prometheuses", "/kube-system"))
+            answer, code = answers.get(path), status if outside else 200
             kind, content = "application/json", json.dumps(answer).encode()
             if path == "/openapi/v2":  # an empty document has no schema
                 kind, content = "application/com.github.proto-openapi.spec.v2.v1.0+protobuf", b""
@@ -266,9 +283,9 @@ def test_what_the_clusters_prometheus_asks_for_is_looked_up() -> None:
         objects, text = installed(config, {})
         given, _ = installed(config, {"monitor": {"labels": {"team": "gpu"}}})
     assert selector_labels(only(objects, "PodMonitor", "-exporter")) == {"release": "kps"}
-    assert selector_labels(only(objects, "PrometheusRule")) == {}
+    assert selector_labels(only(objects, "PrometheusRule", "-host")) == {}
     assert 'PodMonitors with the labels {"release":"kps"} (Prometheus monitoring/kps).' in text
-    assert "A PrometheusRule with the labels {} (Prometheus monitoring/kps)." in text
+    assert "PrometheusRules with the labels {} (Prometheus monitoring/kps)." in text
     assert "It will not see" not in text
     assert selector_labels(only(given, "PodMonitor", "-ledger")) == {"team": "gpu"}
 
@@ -289,7 +306,7 @@ def test_several_prometheuses_are_all_served_as_far_as_their_labels_agree() -> N
     assert selector_labels(only(objects, "PodMonitor", "-exporter")) == {"release": "a", "team": "x", "tier": "gpu"}
     assert "(Prometheus one/a, Prometheus observability/b)." in text
     assert "It will not see them: Prometheus one/a has no podMonitorNamespaceSelector" in text
-    assert selector_labels(only(objects, "PrometheusRule")) == {"rules": "c"}
+    assert selector_labels(only(objects, "PrometheusRule", "-host")) == {"rules": "c"}
 
 
 def test_an_alertmanager_is_asked_which_configurations_it_takes() -> None:
@@ -297,16 +314,32 @@ def test_an_alertmanager_is_asked_which_configurations_it_takes() -> None:
     with cluster(alertmanager | {"kind": "Alertmanager"}) as config:
         objects, text = installed(config, {"routing": {"kind": "alertmanagerconfig", "slackSecret": "s"}})
     assert selector_labels(only(objects, "AlertmanagerConfig")) == {"alerts": "yes"}
-    assert selector_labels(only(objects, "PrometheusRule")) == FALLBACK
+    assert selector_labels(only(objects, "PrometheusRule", "-host")) == FALLBACK
     assert "Alertmanager monitoring/am has no alertmanagerConfigNamespaceSelector" in text
 
 
-def test_a_forbidden_lookup_is_an_error_and_is_not_made_with_given_labels() -> None:
-    given = {"monitor": {"labels": FALLBACK}, "rules": {"labels": FALLBACK}}
-    with cluster(status=403) as config:
-        with pytest.raises(helm.HelmError, match="prometheus"):
+def test_an_install_fails_without_the_runtime_class_that_every_exporter_needs() -> None:
+    with cluster(runtime="kata") as config:
+        with pytest.raises(helm.HelmError, match="this cluster has no RuntimeClass nvidia, so no exporter could start"):
             installed(config, {})
-        assert selector_labels(only(installed(config, given)[0], "PrometheusRule")) == FALLBACK
+        for values in (
+            {"lookup": False},
+            {"exporter": {"runtimeClassName": "kata"}},
+            {"exporter": {"runtimeClassName": ""}},
+            {"exporter": {"simulate": "h100x8"}},
+        ):
+            assert installed(config, values)[0]
+
+
+def test_an_installer_with_rights_in_one_namespace_turns_the_lookups_off() -> None:
+    labels: Json = {"monitor": {"labels": FALLBACK}, "rules": {"labels": FALLBACK}}
+    with cluster(status=403) as config:
+        without_class: Json = {"exporter": {"runtimeClassName": ""}}
+        for values, refused in ((labels, "checkRuntimeClass"), (without_class, "Selected")):
+            with pytest.raises(helm.HelmError, match=f"{refused}.*error calling lookup"):
+                installed(config, values)
+        for values in ({"lookup": False}, labels | without_class):
+            assert selector_labels(only(installed(config, values)[0], "PrometheusRule", "-fleet")) == FALLBACK
 
 
 @pytest.mark.parametrize("variant", ["defaults", "victoria-metrics"])
@@ -319,7 +352,7 @@ def test_the_instance_is_the_node_and_none_of_our_labels_is_renamed(variant: str
         assert endpoint["honorLabels"] is True
         assert re.fullmatch(r"\d+s", endpoint["interval"])
         *changes, drop = endpoint[relabel]
-        assert {"sourceLabels": [source], "targetLabel": "instance"} in changes
+        assert {"action": "replace", "sourceLabels": [source], "targetLabel": "instance"} in changes
         ours = {label for row in flopwatch.catalogue.all_metrics() for label in row.labels}
         assert not {change["targetLabel"] for change in changes} & ours
         assert drop == {"action": "labeldrop", "regex": "pod|container|endpoint"}
@@ -330,8 +363,9 @@ def test_victoria_metrics_gets_its_own_kinds_with_the_labels_given_and_the_flags
     objects = render("victoria-metrics")
     assert {kind for kind, _ in objects if kind.startswith(("VM", "Pod", "Prom"))} == {"VMPodScrape", "VMRule", "Pod"}
     assert selector_labels(only(objects, "VMPodScrape", "-exporter")) == {"vmagent": "gpu"}
-    assert selector_labels(only(objects, "VMRule")) == {"vmalert": "gpu"}
-    assert only(objects, "VMRule")["spec"] == rules(AlertSettings())
+    made = [only(objects, "VMRule", f"-{tier}") for tier in TIERS]
+    assert [selector_labels(one) for one in made] == [{"vmalert": "gpu"}] * 3
+    assert {"groups": [group for one in made for group in one["spec"]["groups"]]} == rules(AlertSettings())
     page = (ROOT / "docs" / "compatibility.md").read_text(encoding="utf-8")
     text = notes("victoria-metrics").partition("The VMAlert needs")[2].partition(": docs")[0]
     flags = re.findall(r"-[\w.]+(?:=\w+)?", text)
@@ -341,7 +375,8 @@ def test_victoria_metrics_gets_its_own_kinds_with_the_labels_given_and_the_flags
 
 def test_a_prometheus_without_an_operator_finds_annotations_and_a_file_of_rules() -> None:
     objects = render("plain-prometheus")
-    assert not [made for made in objects.values() if "." in made["apiVersion"].partition("/")[0]]
+    groups = {made["apiVersion"].partition("/")[0] for made in objects.values() if "/" in made["apiVersion"]}
+    assert groups == {"apps", "rbac.authorization.k8s.io"}, "only Kubernetes' own kinds"
     for kind, port in (("DaemonSet", "9450"), ("StatefulSet", "9451")):
         template = only(objects, kind)["spec"]["template"]
         assert template["metadata"]["annotations"] == {

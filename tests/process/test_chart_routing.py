@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 import yaml
 
-from alerts import AlertSettings
+from alerts import TIERS, AlertSettings
 from alerts.operator import alertmanagerconfig, matcher
 from alerts.routing import alertmanager
 from demo.servers import Servers, find
@@ -67,8 +67,10 @@ def test_with_all_receivers_the_alertmanagerconfig_is_the_same_for_our_namespace
 
 
 def test_every_alert_carries_the_namespace_and_no_other_rule_changes() -> None:
-    with_label = only(render("routing"), "PrometheusRule")["spec"]["groups"]
-    without = only(render("defaults"), "PrometheusRule")["spec"]["groups"]
+    with_label, without = (
+        [group for tier in TIERS for group in only(render(name), "PrometheusRule", f"-{tier}")["spec"]["groups"]]
+        for name in ("routing", "defaults")
+    )
     alerts = 0
     for group, plain in zip(with_label, without, strict=True):
         for rule, before in zip(group["rules"], plain["rules"], strict=True):
