@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 import flopwatch
-from flopwatch.commands import run
+from flopwatch.commands import Parser, run
 from flopwatch.settings import SettingsError
 
 # Modules of flopwatch.commands, in the order of --help.
@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
         hint = "; flags of the script go after its name" if options.command is run.run else ""
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        options.parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     if options.command is run.run:
         return int(run.run(options))  # the interpreter handles the training script's exceptions
     try:
@@ -55,9 +55,7 @@ def _missing(command: Callable[[argparse.Namespace], object], error: ModuleNotFo
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="flopwatch", description="Live MFU, goodput and stragglers for large GPU training runs."
-    )
+    parser = Parser(prog="flopwatch", description="Live MFU, goodput and stragglers for large GPU training runs.")
     parser.add_argument("--version", action="version", version=f"flopwatch {flopwatch.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name in COMMANDS:

@@ -2,12 +2,13 @@
 
 import argparse
 import importlib
+import re
 import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import flopwatch
 from flopwatch.settings import Address, ExporterSettings, SettingsError
@@ -18,16 +19,33 @@ if TYPE_CHECKING:
 Commands = Any  # the result of add_subparsers(), whose class is private
 
 
+class Parser(argparse.ArgumentParser):
+    """Parser whose errors are two lines, and suggest the nearest word that it knows."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print the error, and exit with status 2."""
+        from difflib import get_close_matches  # only errors need it
+
+        known: list[str] = []
+        if found := re.search(r"invalid choice: '([^']+)' \(choose from (.+)\)", message):
+            known = re.findall(r"[\w.-]+", found[2])
+        elif found := re.search(r"unrecognized arguments: (--[^ =]+)", message):
+            known = list(self._option_string_actions)
+        nearest = get_close_matches(found[1], known, 1) if found else []
+        suggestion = "".join(f"; did you mean {word}?" for word in nearest)
+        self.exit(2, f"{self.prog}: error: {message}{suggestion}\nTry {self.prog} --help\n")
+
+
 def command(commands: Commands, name: str, run: Callable[[argparse.Namespace], int | None], text: str) -> Any:
     """Register a command with argparse and return its parser. `run` receives the flags and returns the exit status."""
     parser = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
-    parser.set_defaults(command=run)
+    parser.set_defaults(command=run, parser=parser)
     return parser
 
 
-def flag(parser: Any, name: str, metavar: str, text: str, type: Callable[[str], Any] = str, **more: Any) -> None:
-    """Add a flag to an argparse parser. The flag takes one value, and `text` is its help."""
-    parser.add_argument(name, metavar=metavar, help=text, type=type, **more)
+def flag(parser: Any, names: str, metavar: str, text: str, type: Callable[[str], Any] = str, **more: Any) -> None:
+    """Add a flag to an argparse parser: its name, and aliases after it. It takes one value, and `text` is its help."""
+    parser.add_argument(*names.split(), metavar=metavar, help=text, type=type, **more)
 
 
 def given(options: argparse.Namespace, settings: type[Any]) -> dict[str, Any]:

@@ -47,10 +47,10 @@ def flags(parser: argparse.ArgumentParser) -> None:
     """Add the exporter's flags, which `flopwatch doctor` accepts too."""
     node = ExporterSettings()
     add = partial(flag, parser)
-    add("--listen", "HOST:PORT", f"where Prometheus scrapes (default {node.listen})", address)
+    add("--listen --web.listen-address", "HOST:PORT", f"where Prometheus scrapes (default {node.listen})", address)
     text = f"where training processes push OTLP/HTTP (default {node.otlp_listen})"
     add("--otlp-listen", "HOST:PORT", text, address)
-    add("--sysfs", "DIR", f"the kernel's sysfs (default {node.sysfs})", Path)
+    add("--sysfs --path.sysfs", "DIR", f"the kernel's sysfs (default {node.sysfs})", Path)
     text = f"the kernel log, for Xid errors, or unix: and the socket of flopwatch kmsg (default {node.kmsg})"
     add("--kmsg", "FILE", text, Path)
     add("--dcgm", "WHERE", "read a running DCGM host engine too: HOST:PORT or a socket's path (docs/dcgm.md)")
@@ -73,7 +73,7 @@ def flags(parser: argparse.ArgumentParser) -> None:
     text = "shape of the node, for its verdict (default STATE/expected.json, written by flopwatch check --record)"
     add("--expect", "FILE", text, Path)
     text = "TLS and users of --listen: the web configuration file of Prometheus' exporters (docs/tls.md)"
-    add("--web-config", "FILE", text, Path)
+    add("--web-config --web.config.file", "FILE", text, Path)
     add("--otlp-web-config", "FILE", "TLS of --otlp-listen, in the same format", Path)
     add("--host", "NAME", "name of this node in gpu_info and training_rank_info (default its host name)")
     add = partial(flag, parser.add_argument_group("owners of GPUs, and the place of the node (docs/identity.md)"))

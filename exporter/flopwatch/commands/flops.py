@@ -113,7 +113,13 @@ def _page(model: "Transformer", answer: dict[str, Any], options: argparse.Namesp
     return "\n".join([*notes, "", *(f"{text:<{left}}  {number:>{right}}" for text, number in facts), "", *table])
 
 
+def _tokens(text: str) -> int:
+    """Return a number of tokens. `k` is 1,024, as in the names of models: 8k is 8,192."""
+    return int(text[:-1]) * 1024 if text.endswith("k") else int(text)
+
+
 _positive = number(int, lambda value: value >= 1, "a whole number from 1 on")
+_length = number(_tokens, lambda value: value >= 1, "a whole number from 1 on, such as 8192 or 8k")
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -125,7 +131,7 @@ def add(commands: Commands) -> None:
     parser = command(commands, "flops", run, "count the FLOPs a model needs per token and per sequence, term by term")
     add = parser.add_argument
     add("config", type=Path, metavar="CONFIG", help="config.json of a Hugging Face model, or a folder that holds one")
-    add("--seq-len", type=_positive, required=True, metavar="TOKENS", help="length of a sequence")
+    add("--seq-len", type=_length, required=True, metavar="TOKENS", help="length of a sequence: 8192, or 8k")
     add("--convention", choices=tuple(FORMULAS), default="causal", help="what is counted (default causal)")
     text = "also the hardware FLOPs: all layers once more, or only the attention scores"
     add("--recompute", choices=("full", "selective"), help=text)

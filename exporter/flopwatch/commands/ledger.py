@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flopwatch.commands import Commands, address, command, given, seconds
+from flopwatch.commands import Commands, address, command, flag, given, seconds
 from flopwatch.settings import LedgerSettings
 
 if TYPE_CHECKING:
@@ -113,16 +113,16 @@ def _flags(parser: argparse.ArgumentParser, **more: Any) -> None:
     web = "TLS, and users of /metrics: a web configuration file of Prometheus exporters (docs/tls.md)"
     new = "time for which a new run's counters are served as 0, so that Prometheus sees them rise"
     abandoned = "silence after which a run without an end is given up"
-    for flag, kind, metavar, text in (
-        ("--listen", address, "HOST:PORT", f"default {defaults.listen}"),
+    for names, kind, metavar, text in (
+        ("--listen --web.listen-address", address, "HOST:PORT", f"default {defaults.listen}"),
         ("--state", Path, "DIR", f"directory of the ledger's file (default {defaults.state})"),
         ("--token-file", Path, "FILE", "bearer token that exporters must send"),
-        ("--web-config", Path, "FILE", web),
+        ("--web-config --web.config.file", Path, "FILE", web),
         ("--silent-after", seconds, "SECONDS", f"silence that means down (default {defaults.silent_after:g})"),
         ("--new-for", seconds, "SECONDS", f"{new} (default {defaults.new_for:g})"),
         ("--abandoned-after", _days, "DAYS", f"{abandoned} (default {defaults.abandoned_after / 86400:g})"),
     ):
-        parser.add_argument(flag, type=kind, metavar=metavar, help=text, **more)
+        flag(parser, names, metavar, text, kind, **more)
 
 
 def _days(text: str) -> float:

@@ -24,6 +24,8 @@ def run(options: argparse.Namespace) -> int:
         return _measure(options)
     if options.seconds is not None:
         raise SettingsError("--seconds is how long --measure takes; give both or neither")
+    if options.list:
+        return _list(options)
     name = present_card() if options.name is None else options.name
     peak = _table(name, options.dtype)
     if isinstance(peak, str):
@@ -38,12 +40,31 @@ def run(options: argparse.Namespace) -> int:
 
 def _table(name: str, dtype: str) -> "Peak | str":
     """Return the peak in the table, or the reason why the table has none."""
-    from flopwatch.flops.peaks import UnknownPeak, peak
+    from flopwatch.flops.peaks import UnknownPeak, names, peak
 
     try:
         return peak(name, dtype)
     except UnknownPeak as refusal:
-        return str(refusal)
+        like = [known for known in names() if name.lower() in known.lower()]
+        return f"{refusal}; of this name it has {', '.join(like)}" if like and name not in like else str(refusal)
+
+
+def _list(options: argparse.Namespace) -> int:
+    """Print the peak of each card in the table for a dtype."""
+    from flopwatch.flops.peaks import Peak, names
+
+    if options.name is not None:
+        raise SettingsError("--list prints all cards; leave the name out")
+    found = {name: peak for name in names() if isinstance(peak := _table(name, options.dtype), Peak)}
+    if not found:
+        raise SettingsError(_table(next(iter(names())), options.dtype))
+    if options.json:
+        print(json.dumps({name: peak.flops_per_second for name, peak in found.items()}, indent=2))
+        return 0
+    width = max(map(len, found))
+    for name, peak in found.items():
+        print(f"{name:<{width}}  {_per_second(peak.flops_per_second, options.dtype):>14}")
+    return 0
 
 
 def _measure(options: argparse.Namespace) -> int:
@@ -103,5 +124,6 @@ def add(commands: Commands) -> None:
     # No choices: an unknown dtype is refused like an unknown card, with the reason and status 1.
     add("--dtype", default="bf16", help="of the matrix multiplications: fp16, bf16 (default), tf32, fp8, fp4 or int8")
     add("--json", action="store_true", help="print JSON")
+    add("--list", action="store_true", help="print the peaks of all cards in the table for this dtype")
     add("--measure", action="store_true", help="multiply matrices here, on the card or else the CPU; needs PyTorch")
     add("--seconds", type=seconds, metavar="SECONDS", help=f"how long --measure takes (default {SECONDS:g})")

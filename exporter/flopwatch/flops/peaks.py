@@ -32,6 +32,11 @@ def _table() -> dict[str, dict[str, str]]:
     return {row["nvml_name"]: row for row in read_table("peak_flops.csv")}
 
 
+def names() -> tuple[str, ...]:
+    """Return the names of the cards in the table."""
+    return tuple(_table())
+
+
 def peak(nvml_name: str, dtype: str) -> Peak:
     """Return the dense peak of a card by its exact NVML name, for one of DTYPES. Raises UnknownPeak."""
     if dtype not in DTYPES:
