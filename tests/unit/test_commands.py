@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import time
+from pathlib import Path
 
 import pytest
 
 from flopwatch.__main__ import _parser, main
+from flopwatch.catalogue import all_metrics
 from flopwatch.flops.peaks import names
 
 
@@ -40,10 +43,7 @@ def test_nothing_is_suggested_for_a_word_that_is_like_no_other(capsys: pytest.Ca
 
 def test_the_flags_of_node_exporter_are_accepted() -> None:
     ours = ["exporter", "--listen", ":9100", "--sysfs", "/host/sys", "--web-config", "web.yml"]
-    theirs = [
-        *("exporter", "--web.listen-address=:9100", "--path.sysfs=/host/sys"),
-        "--web.config.file=web.yml",
-    ]
+    theirs = [*("exporter", "--web.listen-address=:9100", "--path.sysfs=/host/sys"), "--web.config.file=web.yml"]
     parsed = [vars(_parser().parse_args(arguments)) for arguments in (ours, theirs)]
     for one in parsed:
         del one["parser"]
@@ -84,3 +84,23 @@ def test_a_part_of_a_cards_name_is_refused_with_the_names_it_is_part_of(capsys: 
     assert "of this name it has NVIDIA H200" in error
     assert main(["peak", "Voodoo"]) == 1
     assert "of this name" not in capsys.readouterr().err
+
+
+def test_metrics_and_maintenance_are_printed_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["metrics", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["name"] for row in rows] == [row.name for row in all_metrics()]
+    assert all(row["help"] and row["source"] and row["type"] for row in rows)
+    assert main(["metrics", "--key", "--json"]) == 0
+    assert [row["name"] for row in json.loads(capsys.readouterr().out)] == [row["name"] for row in rows if row["key"]]
+    state = ["--state", str(tmp_path)]
+    answers = []
+    for action in ([], ["start", "--for", "2h"], ["stop"]):
+        if action:
+            assert main(["maintenance", *action, *state]) == 0
+        capsys.readouterr()
+        assert main(["maintenance", "list", "--json", *state]) == 0
+        answers.append(json.loads(capsys.readouterr().out))
+    assert [answer["in_maintenance"] for answer in answers] == [False, True, False]
+    assert answers[0]["until_timestamp_seconds"] is None
+    assert answers[1]["until_timestamp_seconds"] == pytest.approx(time.time() + 7200, abs=60)

@@ -1,6 +1,7 @@
 """`flopwatch maintenance`: hold back the alerts of this host while it is being worked on."""
 
 import argparse
+import json
 import time
 from pathlib import Path
 
@@ -25,7 +26,9 @@ def show(options: argparse.Namespace) -> None:
     ends, problem = until(options.state)
     if problem:
         raise SettingsError(f"{options.state / FILE} {problem}")
-    print(_state(ends))
+    now = time.time()
+    answer = {"in_maintenance": ends is not None and ends > now, "until_timestamp_seconds": ends}
+    print(json.dumps(answer) if options.json else _state(ends))
 
 
 def _write(folder: Path, ends: float) -> None:
@@ -67,6 +70,8 @@ def add(commands: Commands) -> None:
         ("list", show, "print when it ends"),
     ):
         action = command(actions, name, run, what)
+        if name == "list":
+            action.add_argument("--json", action="store_true", help="print JSON")
         if name == "start":
             flag(action, "--for", "TIME", "how long: 90m, 2h, 3d", _duration, dest="time", required=True)
         flag(action, "--state", "DIR", "the exporter's state folder (default %(default)s)", Path, default=state)
