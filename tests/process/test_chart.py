@@ -27,6 +27,7 @@ from dashboards.__main__ import BOARDS
 from flopwatch.__main__ import _parser
 from flopwatch.http import web_config
 from flopwatch.node.collectors.identity.topology import SERVICE_ACCOUNT
+from flopwatch.node.health import expectations
 from flopwatch.settings import KUBELET_SOCKET, Address, BoardsSettings, ExporterSettings, LedgerSettings
 from helm.generate import readme, routing
 from tests.support import ROOT
@@ -511,22 +512,18 @@ def test_a_release_with_dots_in_its_name_has_names_that_kubernetes_accepts() -> 
             kubernetes_validate.validate(made, "1.32", strict=True)
 
 
-def test_the_nodes_expected_shape_is_read_by_the_exporter(tmp_path: Path) -> None:
-    shape = {
-        "gpus": 8,
-        "gpu_model": "NVIDIA H100 80GB HBM3",
-        "ports": {"compute": {"count": 8, "rate": 50_000_000_000}},
-    }
-    objects = objects_of(files_of({"exporter": {"expect": shape}}))
-    daemonset = only(objects, "DaemonSet")
+@pytest.mark.parametrize("shape", sorted((ROOT / "contrib" / "shapes").glob("*.json")), ids=lambda path: path.stem)
+def test_the_nodes_expected_shape_is_read_by_the_exporter(shape: Path) -> None:
+    values: Json = {"exporter": {"expect": json.loads(shape.read_text(encoding="utf-8"))}}
+    objects = objects_of(files_of(values))
+    daemonset, config = only(objects, "DaemonSet"), only(objects, "ConfigMap", "-expect")
     file = settings_of(daemonset).expect
     volume, read_only = mounts(container(daemonset))[str(file.parent)]
     volumes = {one["name"]: one for one in daemonset["spec"]["template"]["spec"]["volumes"]}
-    config = only(objects, "ConfigMap", "-expect")
     assert (volumes[volume]["configMap"]["name"], read_only) == (config["metadata"]["name"], True)
-    (tmp_path / file.name).write_text(config["data"][file.name])
-    assert json.loads((tmp_path / file.name).read_text()) == shape
-    other = only(objects_of(files_of({"exporter": {"expect": shape | {"gpus": 4}}})), "DaemonSet")
+    assert expectations.parse(config["data"][file.name]) == expectations.parse(shape.read_text(encoding="utf-8"))
+    values["exporter"]["expect"]["gpus"] = 3
+    other = only(objects_of(files_of(values)), "DaemonSet")
     restarts = [one["spec"]["template"]["metadata"]["annotations"]["checksum/expect"] for one in (daemonset, other)]
     assert restarts[0] != restarts[1], "the exporter reads it at its start"
 
