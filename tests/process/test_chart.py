@@ -828,3 +828,37 @@ def test_the_pages_name_values_that_exist(page: str) -> None:
     named = set(re.findall(rf"(?:`|--set )({'|'.join(values)})\.(\w+)", text))
     assert len(named) >= 3
     assert [f"{part}.{name}" for part, name in sorted(named) if name not in values[part]] == []
+
+
+def test_the_job_of_the_tutorial_is_valid_and_its_endpoint_exists() -> None:
+    page = (ROOT / "docs" / "kubernetes-quickstart.md").read_text(encoding="utf-8")
+    (text,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    job = yaml.safe_load(text)
+    kubernetes_validate.validate(job, "1.32", strict=True)
+    train = job["spec"]["template"]["spec"]["containers"][0]
+    arguments = train["command"][train["command"].index("flopwatch") + 1 :]
+    assert _parser().parse_args(arguments).name == "first-run"
+    endpoint = urlsplit(next(one["value"] for one in train["env"] if one["name"] == "FLOPWATCH_ENDPOINT"))
+    with helm.Chart.load(CHART) as chart:
+        files = chart.render(VARIANTS["kube-prometheus-stack"], name="flopwatch", namespace="flopwatch")
+    service = only(objects_of(files), "Service", "-otlp")
+    assert (endpoint.hostname, endpoint.port) == (
+        f"{service['metadata']['name']}.flopwatch",
+        service["spec"]["ports"][0]["port"],
+    )
+    records = {
+        rule["record"] for group in rules(AlertSettings())["groups"] for rule in group["rules"] if "record" in rule
+    }
+    assert set(re.findall(r"^(run:\S+?)\{", page, re.MULTILINE)) <= records
+
+
+def test_the_tutorials_log_of_helm_test_has_what_the_check_prints() -> None:
+    page = (ROOT / "docs" / "kubernetes-quickstart.md").read_text(encoding="utf-8")
+    (log,) = re.findall(r"```text\n(.*?)```", page, re.DOTALL)
+    script = (CHART / "files" / "check.py").read_text(encoding="utf-8")
+    texts = re.findall(r'return f?"([^"]+)"', script)
+    patterns = [re.sub(r"\\\{.*?\\\}", ".+", re.escape(text)) for text in texts]
+    for line in log.splitlines():
+        assert any(re.fullmatch(pattern, line) for pattern in patterns), line
+    count = sum(len(group["rules"]) for group in rules(AlertSettings())["groups"])  # type: ignore[attr-defined, misc]
+    assert f"our {count} rules" in log

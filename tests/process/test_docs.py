@@ -192,7 +192,7 @@ BLOCKS: dict[str, dict[str, Ran | Elsewhere | Needs]] = {
     },
 }
 # Pages none of whose blocks can run, with the reason.
-WHOLE: dict[str, Needs] = {"kubernetes.md": CLUSTER}
+WHOLE: dict[str, Needs] = {"kubernetes.md": CLUSTER, "kubernetes-quickstart.md": CLUSTER}
 
 
 def commands(page: Path) -> list[str]:
