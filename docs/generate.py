@@ -16,6 +16,7 @@ import yaml
 
 from alerts import AlertSettings
 from alerts.recording import EVERY, records
+from docs import commands
 from docs.levels import core, core_json
 from flopwatch.catalogue import (
     FLOPWATCH_XID_SOURCE_UP,
@@ -291,6 +292,7 @@ def pages() -> dict[Path, str]:
         ROOT / "docs" / "metrics.md": metrics(),
         ROOT / "docs" / "records.md": recorded(),
         ROOT / "docs" / "xid.md": xid_page(),
+        ROOT / "docs" / "commands.md": commands.page().replace("\n\n", f"\n\n{NOTICE}\n\n", 1),
         ROOT / "docs" / "llms.txt": llms(),
         CORE: core_json(),
         check: between_marks(check, health_rules()),

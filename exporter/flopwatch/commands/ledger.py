@@ -80,7 +80,9 @@ def add(commands: Commands) -> None:
     parser = command(own, "serve", serve, "receive snapshots from the exporters and serve run_* metrics")
     _flags(parser, default=argparse.SUPPRESS)
     parser = command(own, "replay", replay, "print the figures of a recorded history, one JSON object per line")
-    parser.add_argument("file", type=Path, metavar="FILE")
+    parser.add_argument(
+        "file", type=Path, metavar="FILE", help="the records, as `flopwatch simulate --history` writes them"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     for name, run, text in (
         ("list", runs, "list the runs of a running ledger"),
@@ -90,7 +92,7 @@ def add(commands: Commands) -> None:
     ):
         add = command(own, name, run, text).add_argument
         if name != "list":
-            add("run", metavar="RUN")
+            add("run", metavar="RUN", help="name of the run")
         if name == "close":
             text = "how the run ended (default stopped)"
             add("--status", choices=("completed", "stopped"), default="stopped", help=text)

@@ -53,7 +53,7 @@ def add(commands: Commands) -> None:
     """Register the command and its flags."""
     parser = command(commands, "report", report, "write a page about one run: MFU, goodput, losses and their causes")
     add = parser.add_argument
-    add("run", metavar="RUN")
+    add("run", metavar="RUN", help="name of the run")
     add("--prometheus", required=True, metavar="URL", help="Prometheus that scrapes the ledger and evaluates the rules")
     add("--token-file", type=Path, metavar="FILE", help="bearer token of the Prometheus")
     add("--ledger", metavar="URL", help="ledger, to list each loss with its cause, host, GPU and port")

@@ -1,0 +1,87 @@
+"""Page of every command with its flags and exit statuses, from the parser of the command line."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
+
+from flopwatch.__main__ import COMMANDS, _parser
+
+# By exit status: when a command ends so, and which ones.
+STATUSES = (
+    ("0", "success", "all. `check`: the host is ok"),
+    ("1", "the command could not do it; the reason is on standard error", "all. `check`: degraded"),
+    ("1", "the result is not as it should be", "`simulate`"),
+    ("2", "a wrong flag or argument", "all but `check`. `check`: bad"),
+    ("3", "unknown, also with a wrong flag", "`check`, as [monitoring plugins]({plugins}) do"),
+    ("130", "interrupted by Ctrl-C", "all"),
+    ("141", "the reader of the output ended, as in `flopwatch metrics \\| head`", "all"),
+    ("of the script", "the training script's own status", "`run`"),
+)
+PLUGINS = "https://nagios-plugins.org/doc/guidelines.html"
+HEAD = """\
+# Commands
+
+This page lists every command with its flags, and the exit statuses. `flopwatch COMMAND --help` prints the same.
+
+| exit status | when | commands |
+|---|---|---|
+{statuses}
+
+`flopwatch exporter` and `flopwatch ledger serve` accept the flags `--web.listen-address` and `--web.config.file` of
+Prometheus' exporters as other names, and `exporter` accepts `--path.sysfs`.
+"""
+
+
+def page() -> str:
+    """Return the content of docs/commands.md, without the notice."""
+    statuses = "\n".join(f"| {' | '.join(row)} |" for row in STATUSES).replace("{plugins}", PLUGINS)
+    parts = [HEAD.format(statuses=statuses)]
+    commands = _choices(_parser())
+    shared = {name: _rows(commands[name]) for name in ("exporter", "ledger")}
+    for name in COMMANDS:
+        parts += [f"\n## {name}\n\n", *_describe(commands[name], shared)]
+    return "".join(parts)
+
+
+def _choices(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """Return the parsers of a parser's commands, by name."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            return dict(action.choices)
+    return {}
+
+
+def _describe(parser: argparse.ArgumentParser, shared: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    """Yield a command's purpose, its arguments, and the same of its own commands. It may have all flags of another."""
+    yield f"{parser.description}\n"
+    rows, own = _rows(parser), parser.prog.removeprefix("flopwatch ")
+    # --release of the exporter is no setting.
+    others = [name for name, flags in shared.items() if name != own and {*flags[-10:]} <= {*rows}]
+    rows = [row for row in rows if not any(row in shared[name] for name in others)]
+    if rows:
+        yield "\n| argument | meaning |\n|---|---|\n" + "\n".join(rows) + "\n"
+    for name in others:
+        yield f"\nIt also takes the flags of `{name}`.\n"
+    for inner in _choices(parser).values():
+        yield f"\n### {inner.prog.removeprefix('flopwatch ')}\n\n"
+        yield from _describe(inner, shared)
+
+
+def _rows(parser: argparse.ArgumentParser) -> list[str]:
+    """Return the table's rows of a parser's arguments."""
+    actions = [action for action in parser._actions if not isinstance(action, argparse._SubParsersAction)]
+    return [row for action in actions if (row := _row(action))]
+
+
+def _row(action: argparse.Action) -> str:
+    """Return the table's row of an argument, "" for --help and for hidden ones."""
+    if isinstance(action, argparse._HelpAction) or action.help == argparse.SUPPRESS:
+        return ""
+    value = "{" + ",".join(map(str, action.choices)) + "}" if action.choices else action.metavar or action.dest.upper()
+    names = action.option_strings[:1]
+    if isinstance(action, argparse.BooleanOptionalAction):
+        names = [", ".join(action.option_strings)]
+    name = " ".join([*names, *([str(value)] if action.nargs != 0 else [])]).replace("|", "\\|")
+    text = (action.help or "") % {**vars(action), "prog": "flopwatch"}
+    return f"| `{name}` | {text.replace('|', chr(92) + '|').replace('<', '&lt;')} |"
