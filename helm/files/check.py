@@ -37,9 +37,7 @@ def ask(url: str, body: Any = None, ca_file: str = "", token: str = "") -> bytes
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
     try:
         with urlopen(
-            Request(url, data, headers),
-            timeout=10,
-            context=ssl.create_default_context(cafile=ca_file or None),
+            Request(url, data, headers), timeout=10, context=ssl.create_default_context(cafile=ca_file or None)
         ) as answer:
             content: bytes = answer.read()
             return content

@@ -28,10 +28,10 @@ def test_an_unknown_word_is_refused_with_the_nearest_one(
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(arguments)
-    error, advice = capsys.readouterr().err.splitlines()
+    advice, error = capsys.readouterr().err.splitlines()
     assert error.startswith("flopwatch")
     assert error.endswith(expected)
-    assert advice.startswith("Try flopwatch ")
+    assert advice.startswith("See flopwatch ")
 
 
 def test_nothing_is_suggested_for_a_word_that_is_like_no_other(capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,7 +33,7 @@ class Parser(argparse.ArgumentParser):
             known = list(self._option_string_actions)
         nearest = get_close_matches(found[1], known, 1) if found else []
         suggestion = "".join(f"; did you mean {word}?" for word in nearest)
-        self.exit(2, f"{self.prog}: error: {message}{suggestion}\nTry {self.prog} --help\n")
+        self.exit(2, f"See {self.prog} --help\n{self.prog}: error: {message}{suggestion}\n")
 
 
 def command(commands: Commands, name: str, run: Callable[[argparse.Namespace], int | None], text: str) -> Any:

@@ -45,7 +45,8 @@ def _table(name: str, dtype: str) -> "Peak | str":
     try:
         return peak(name, dtype)
     except UnknownPeak as refusal:
-        like = [known for known in names() if name.lower() in known.lower()]
+        part = name.strip().lower()
+        like = [known for known in names() if part and part in known.lower()]
         return f"{refusal}; of this name it has {', '.join(like)}" if like and name not in like else str(refusal)
 
 
