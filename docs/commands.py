@@ -7,14 +7,15 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from flopwatch.__main__ import COMMANDS, _parser
 
-# By exit status: when a command ends so, and which ones.
+# Exit status, when it is returned, and the commands that return it.
 STATUSES = (
     ("0", "success", "all. `check`: the host is ok"),
     ("1", "the command could not do it; the reason is on standard error", "all. `check`: degraded"),
     ("1", "the result is not as it should be", "`simulate`"),
     ("2", "a wrong flag or argument", "all but `check`. `check`: bad"),
     ("3", "unknown, also with a wrong flag", "`check`, as [monitoring plugins]({plugins}) do"),
-    ("130", "interrupted by Ctrl-C", "all"),
+    ("0", "ended by Ctrl-C or SIGTERM", "`exporter`, `ledger serve` and `boards`"),
+    ("130", "interrupted by Ctrl-C", "all others but `run`"),
     ("141", "the reader of the output ended, as in `flopwatch metrics \\| head`", "all"),
     ("of the script", "the training script's own status", "`run`"),
 )
@@ -39,6 +40,7 @@ def page() -> str:
     parts = [HEAD.format(statuses=statuses)]
     commands = _choices(_parser())
     shared = {name: _rows(commands[name]) for name in ("exporter", "ledger")}
+    shared["exporter"] = [row for row in shared["exporter"] if "--release" not in row]  # not a setting
     for name in COMMANDS:
         parts += [f"\n## {name}\n\n", *_describe(commands[name], shared)]
     return "".join(parts)
@@ -53,11 +55,10 @@ def _choices(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentPars
 
 
 def _describe(parser: argparse.ArgumentParser, shared: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    """Yield a command's purpose, its arguments, and the same of its own commands. It may have all flags of another."""
+    """Yield a command's purpose and its arguments, and those of its subcommands. Flags in `shared` are not repeated."""
     yield f"{parser.description}\n"
     rows, own = _rows(parser), parser.prog.removeprefix("flopwatch ")
-    # --release of the exporter is no setting.
-    others = [name for name, flags in shared.items() if name != own and {*flags[-10:]} <= {*rows}]
+    others = [name for name, flags in shared.items() if name != own and set(flags) <= set(rows)]
     rows = [row for row in rows if not any(row in shared[name] for name in others)]
     if rows:
         yield "\n| argument | meaning |\n|---|---|\n" + "\n".join(rows) + "\n"

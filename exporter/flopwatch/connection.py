@@ -48,7 +48,7 @@ class KeptConnection:
             kept.close()
 
     def _current(self, timeout: float) -> http.client.HTTPConnection:
-        """Return the kept connection, or open one if there is none or if its CA file is not the current one."""
+        """Return the kept connection, or a new one if it is closed or if the CA file has changed."""
         connection = http.client.HTTPConnection(self._host, timeout=timeout)
         try:
             modified = 0 if self._ca_file is None else self._ca_file.stat().st_mtime_ns

@@ -53,25 +53,24 @@ def api(url: str) -> Any:
 
 
 class Kubernetes:
-    """Objects of a namespace, as the API server at `url` shows them to the account whose files are in `account`."""
+    """API server at `url`, and the objects of one namespace. `account` is the folder with the token and the CA."""
 
     def __init__(self, url: str, namespace: str, account: Path) -> None:
         self._url, self._namespace, self._account = url, namespace, account
 
-    def get(self, path: str) -> Any:
-        """Return an object or a list, such as apis/apps/v1 and daemonsets/NAME with the namespace between."""
-        group, _, name = path.partition(" ")
-        token, ca_file = (self._account / file for file in ("token", "ca.crt"))
-        url = f"{self._url}/{group}/namespaces/{self._namespace}/{name}"
+    def get(self, api: str, name: str) -> Any:
+        """Return the object or the list `name` of an API such as apis/apps/v1."""
         try:
-            shown = token.read_text()
+            token = (self._account / "token").read_text()
         except OSError as error:
-            raise MissingError(f"the test has no account to ask Kubernetes with: {error}") from error
-        return json.loads(ask(url, ca_file=str(ca_file) if ca_file.exists() else "", token=shown))
+            raise MissingError(f"the test has no token of a service account: {error}") from error
+        ca_file = self._account / "ca.crt"
+        url = f"{self._url}/{api}/namespaces/{self._namespace}/{name}"
+        return json.loads(ask(url, ca_file=str(ca_file) if ca_file.exists() else "", token=token))
 
     def warning(self, name: str) -> str:
-        """Return the last warning about a DaemonSet or one of its pods, "" if there is none."""
-        events = self.get(f"api/v1 events?fieldSelector={quote('type=Warning')}")["items"]
+        """Return the last warning about a DaemonSet or one of its pods, "" without a warning."""
+        events = self.get("api/v1", f"events?fieldSelector={quote('type=Warning')}")["items"]
         ours = [event for event in events if event["involvedObject"]["name"].startswith(name)]
         ours.sort(key=lambda event: event.get("lastTimestamp") or event.get("eventTime") or "")
         return str(ours[-1]["message"]) if ours else ""
@@ -79,7 +78,7 @@ class Kubernetes:
 
 def daemonset(kubernetes: Kubernetes, name: str) -> str:
     """Return a line about the exporters' pods. Raises MissingError, with the event's text, if a node lacks one."""
-    status = kubernetes.get(f"apis/apps/v1 daemonsets/{name}")["status"]
+    status = kubernetes.get("apis/apps/v1", f"daemonsets/{name}")["status"]
     wanted, made, ready = (
         status.get(key, 0) for key in ("desiredNumberScheduled", "currentNumberScheduled", "numberReady")
     )
