@@ -166,12 +166,15 @@ class Totals:
         for _ in range(min(len(events), limit)):  # not those recorded meanwhile, because a loop may record faster
             what, mark, *arguments = events[0]
             try:
-                now = mark if isinstance(mark, (int, float)) else mark.at()
-                if now is None and not all_of_them:
-                    return
-                now = mark.recorded if now is None else now
-                self._missed_end = type(mark) is MissedMark
-                self._missed |= self._missed_end
+                if type(mark) is float:  # the host's clock
+                    now, self._missed_end = mark, False
+                else:
+                    now = mark if isinstance(mark, (int, float)) else mark.at()
+                    if now is None and not all_of_them:
+                        return
+                    now = mark.recorded if now is None else now
+                    self._missed_end = type(mark) is MissedMark
+                    self._missed |= self._missed_end
                 now = self._now if now < self._now else now
                 # Phases and waits that ended at `now` do not move the time, because an earlier event may follow.
                 if what is not Totals.phase and what is not Totals.waited:
