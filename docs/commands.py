@@ -15,7 +15,7 @@ STATUSES = (
     ("2", "a wrong flag or argument", "all but `check`. `check`: bad"),
     ("3", "unknown, also with a wrong flag", "`check`, as [monitoring plugins]({plugins}) do"),
     ("0", "ended by Ctrl-C or SIGTERM", "`exporter`, `ledger serve` and `boards`"),
-    ("130", "interrupted by Ctrl-C", "all others but `run`"),
+    ("130", "interrupted by Ctrl-C", "all others but `run`. `top`: also 0, ended by the key `q`"),
     ("141", "the reader of the output ended, as in `flopwatch metrics \\| head`", "all"),
     ("of the script", "the training script's own status", "`run`"),
 )

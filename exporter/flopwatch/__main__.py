@@ -11,7 +11,7 @@ from flopwatch.commands import Parser, run
 from flopwatch.settings import SettingsError
 
 # Modules of flopwatch.commands, in the order of --help.
-COMMANDS: tuple[str, ...] = ("exporter", "doctor", "ledger", "maintenance", "metrics", "check", "run", "report")
+COMMANDS: tuple[str, ...] = ("exporter", "doctor", "ledger", "maintenance", "metrics", "check", "run", "top", "report")
 COMMANDS += ("size", "boards", "flops", "peak", "whatif", "stacks", "simulate", "capture", "kmsg")
 UNKNOWN = 3  # exit status of `check` if it cannot tell: https://nagios-plugins.org/doc/guidelines.html
 
@@ -48,7 +48,7 @@ def _missing(command: Callable[[argparse.Namespace], object], error: ModuleNotFo
     if package == "flopwatch":
         raise error
     name = getattr(command, "func", command).__module__.rpartition(".")[2]
-    extra = name if name in ("ledger", "boards", "report") else "exporter"
+    extra = name if name in ("ledger", "boards", "report", "top") else "exporter"
     wanted = "torch" if package == "torch" else f"flopwatch[{extra}]"
     print(f"flopwatch: this needs {wanted}: pip install '{wanted}' ({error})", file=sys.stderr)
     return UNKNOWN if name == "check" else 1

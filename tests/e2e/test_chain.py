@@ -24,6 +24,7 @@ from dashboards.run import queries
 from demo.receiver import Message
 from demo.stack import DemoStack
 from flopwatch import catalogue as c
+from tests.support.exporter_process import flopwatch_command
 from tests.support.job_log import JobLog
 from tests.support.machine import PATIENCE, shortest
 
@@ -300,6 +301,11 @@ def test_a_rank_slowed_by_30_percent_delivers_one_slack_message_that_names_run_r
     for named in (f"Rank {SLOW_RANK} of run {RUN}", host, stack.node.uuid(SLOW_RANK)):
         assert named in text
     report(f"slow rank to Slack: {message.at - slowed:.1f} s")
+    url = f"http://{stack.exporter_address}/metrics"
+    table = flopwatch_command("top", "--url", url, "--prometheus", stack.prometheus.url)
+    assert f"firing: TrainingStraggler run {RUN}" in table.stdout, table.stderr
+    assert f"straggler: run {RUN} rank {SLOW_RANK} host {host}" in table.stdout
+    assert re.search(rf"^ ?{RUN} +{SLOW_RANK} +[\d,]+ +[\d.]+ % +[\d.]+ % ", table.stdout, re.MULTILINE), table.stdout
     stack.control(slow={})
 
 

@@ -36,7 +36,9 @@ def test_the_catalogue_is_printed_as_the_documentation_has_it() -> None:
 
 
 # Modules that an installation without extras does not have.
-EXTRAS = "anyio bcrypt fastapi h11 h2 httpx jinja2 msgspec prometheus_client pydantic pynvml starlette uvicorn yaml"
+EXTRAS = (
+    "anyio bcrypt fastapi h11 h2 httpx jinja2 msgspec prometheus_client pydantic pynvml rich starlette uvicorn yaml"
+)
 HOOK_ONLY = (
     f"import sys; sys.modules.update(dict.fromkeys({EXTRAS!r}.split())); sys.argv[0] = 'flopwatch'; "
     "from flopwatch.__main__ import main; sys.exit(main())"
@@ -57,6 +59,7 @@ HOOK_ONLY = (
         (["ledger", "replay", str(ROOT / "tests" / "captures" / "histories" / "crash_and_move.jsonl")], "ledger", 1),
         (["simulate", "--gpus", "16", "--days", "0.1"], "exporter", 1),
         (["check"], "exporter", 3),
+        (["top"], "top", 1),
         (["doctor"], "exporter", 1),
         (["capture", "/nonexistent/capture"], "exporter", 1),
     ],

@@ -108,11 +108,14 @@ def flops(lengths: list[int]) -> int:
     return sum(6 * weights * s + 6 * 2 * 2 * 8 * s * s for s in lengths)
 
 
-def test_steps_tokens_samples_loss_and_flops_are_those_trained(tmp_path: Path) -> None:
+def test_steps_tokens_samples_loss_and_flops_are_those_trained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with HookServer() as server:
         trainer = train(tmp_path, callback(server))
         last = server.last_word()
     lengths = [*LENGTHS] * 3
+    assert " completed after 6 steps: MFU " in capsys.readouterr().err
     assert last.resource["flopwatch.status"] == "completed"
     assert last.samples["training_steps_total"] == last.samples["training_position_steps"] == 6
     assert last.samples["training_tokens_total"] == last.samples["training_position_tokens"] == sum(lengths) == 126

@@ -145,7 +145,9 @@ def activities(push: Push) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("name", ["lightning.pytorch", "pytorch_lightning"])
-def test_steps_tokens_samples_and_loss_are_those_trained(tmp_path: Path, name: str) -> None:
+def test_steps_tokens_samples_and_loss_are_those_trained(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     loggers: Any = importlib.import_module(f"{name}.loggers")
     with HookServer() as server:
         trainer = fit(
@@ -155,6 +157,7 @@ def test_steps_tokens_samples_and_loss_are_those_trained(tmp_path: Path, name: s
             logger=loggers.CSVLogger(str(tmp_path), flush_logs_every_n_steps=100),
         )
         last = server.last_word()
+    assert " completed after 6 steps: MFU " in capsys.readouterr().err
     assert last.resource["flopwatch.status"] == "completed"
     assert last.samples["training_steps_total"] == last.samples["training_position_steps"] == trainer.global_step == 6
     assert last.samples["training_tokens_total"] == sum(LENGTHS) * 3

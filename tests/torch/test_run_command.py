@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 
 from tests.support import ROOT
 from tests.support.hook_server import HookServer, Push
+from tests.support.terminal import Terminal
 
 PLAIN = ROOT / "tests" / "scripts" / "plain.py"
 ENVIRON = {
@@ -280,3 +282,63 @@ def test_the_run_ends_as_the_script_does(tmp_path: Path, how: str, status: str) 
     assert push.samples["training_model_flops_total"] == 12 * 8 * from_config(CONFIG).flops_per_sequence(16)
     # The script failed, so the checkpoint it had just saved may be incomplete.
     assert "training_committed_steps" not in push.samples
+
+
+TOP = ("-m", "flopwatch", "run", "--top", "--name", "plain", "--flops-per-token", "6", "--peak-flops", "1e9")
+
+
+@pytest.mark.torch
+def test_top_shows_mfu_without_an_exporter_and_the_end_is_summed_up(tmp_path: Path) -> None:
+    environ = {"FLOPWATCH_ENDPOINT": "http://127.0.0.1:9", "CHECKPOINT": str(tmp_path / "x.pt"), "PACE": "25"}
+    answer = python(*TOP, PLAIN, "end", cwd=tmp_path, **environ)
+    assert answer.returncode == 0, answer.stderr
+    live, *summary = [line for line in answer.stderr.splitlines() if "MFU" in line or " % step" in line]
+    assert re.match(r"flopwatch: plain: step \d+, MFU \d+\.\d %, [\d.]+ ms a step, [\d,]+ tokens/s per rank, ", live)
+    assert re.match(r"flopwatch: plain completed after 24 steps: MFU \d+\.\d %, [\d.]+ ms a step, ", summary[0])
+    assert re.match(r"flopwatch: of \d+ s (.*, )?\d+\.\d % step", summary[1])
+    assert answer.stderr.splitlines()[-1].startswith("flopwatch: nothing took the metrics at http://127.0.0.1:9/")
+
+
+@pytest.mark.torch
+def test_the_summary_agrees_with_the_last_push(tmp_path: Path) -> None:
+    with HookServer() as server:
+        environ = {"FLOPWATCH_ENDPOINT": server.url, "CHECKPOINT": str(tmp_path / "x.pt")}
+        answer = python(*[word for word in TOP if word != "--top"], PLAIN, "raise", cwd=tmp_path, **environ)
+        samples = last_push(server).samples
+    mfu = samples["training_model_flops_total"] / samples["training_capacity_flops_total"]
+    found = re.search(r"plain failed after (\d+) steps: MFU ([\d.]+) %", answer.stderr)
+    assert found, answer.stderr
+    assert int(found[1]) == samples["training_steps_total"]
+    assert float(found[2]) == pytest.approx(100 * mfu, abs=0.051)
+    assert f"metrics went to {server.url}/v1/metrics" in answer.stderr
+    assert answer.stderr.index("Traceback") < answer.stderr.index("plain failed")  # the summary is the last word
+
+
+@pytest.mark.torch
+def test_only_rank_0_shows_figures(tmp_path: Path) -> None:
+    environ = {"FLOPWATCH_ENDPOINT": "http://127.0.0.1:9", "CHECKPOINT": str(tmp_path / "x.pt")}
+    answer = python(*TOP, PLAIN, "end", cwd=tmp_path, RANK="1", WORLD_SIZE="2", **environ)
+    assert (answer.returncode, "MFU" in answer.stderr) == (0, False), answer.stderr
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("colour", [True, False])
+def test_top_keeps_the_last_line_of_a_terminal_and_gives_it_back(tmp_path: Path, colour: bool) -> None:
+    (tmp_path / "loud.py").write_text(
+        "import runpy, sys, threading, time\n"
+        "shout = lambda: [(print('of the script', n), time.sleep(0.05)) for n in range(60)]\n"
+        "threading.Thread(target=shout).start()\n"
+        f"sys.argv = ['plain.py', 'end']; runpy.run_path({str(PLAIN)!r}, run_name='__main__')\n"
+    )
+    environ = {**ENVIRON, "FLOPWATCH_ENDPOINT": "http://127.0.0.1:9", "PACE": "25"}
+    environ |= {"CHECKPOINT": str(tmp_path / "x.pt")} | ({} if colour else {"NO_COLOR": "1"})
+    with Terminal([sys.executable, *TOP, "loud.py"], environ, tmp_path) as terminal:
+        screen = terminal.until(lambda lines: "MFU" in lines[-1] and "of the script 59" in "\n".join(lines))
+        assert re.match(r"plain: step \d+, MFU \d+\.\d %, [\d.]+ ms a step, ", screen[-1])
+        assert not any("MFU" in line for line in screen[:-1])
+        assert terminal.end() == 0
+        assert "MFU" not in terminal.lines[-1]
+        assert "plain completed after 24 steps" in "\n".join(terminal.lines)
+        assert terminal.written.count(b"of the script") == 60
+        assert (b"\x1b[7m" in terminal.written) is colour
+        assert terminal.written.rindex(b"\x1b[r") > terminal.written.rindex(b"\x1b[1;23r")  # all lines scroll again

@@ -26,7 +26,7 @@ def run(options: argparse.Namespace) -> int:
 
     try:
         settings = ExporterSettings(**given(options, ExporterSettings))
-        with _look(options, settings) as look:
+        with looks(options, settings) as look:
             output, status = _judged(options, settings, look)
     except (SettingsError, CheckError, NotListening) as error:
         output, status = failed(str(error), options.format)
@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 @contextmanager
-def _look(options: argparse.Namespace, settings: ExporterSettings) -> "Iterator[Look]":
+def looks(options: argparse.Namespace, settings: ExporterSettings) -> "Iterator[Look]":
     """Yield a function that returns the node's samples. With --url, raises NotListening if no exporter listens there.
 
     Without --url, the samples are from the exporter at URL if one listens, else from the hardware. With --direct,
@@ -124,7 +124,6 @@ def _record(options: argparse.Namespace, settings: ExporterSettings, samples: "l
 
 def add(commands: Commands) -> None:
     """Register the command and its flags."""
-    node = ExporterSettings()
     parser = command(commands, "check", run, "report whether this node is fit for training, and what to do if not")
     _make_wrong_flags_unknown(parser)
     add = parser.add_argument
@@ -142,6 +141,12 @@ def add(commands: Commands) -> None:
     shape.add_argument("--expect", type=Path, metavar="FILE", help="shape of the node (default STATE/expected.json)")
     shape.add_argument("--record", action="store_true", help="write the shape that the node has now to that file")
     shape.add_argument("--force", action="store_true", help="record a bad node as well")
+    add_places(parser)
+
+
+def add_places(parser: Any) -> None:
+    """Register the flags about where the samples are read."""
+    node = ExporterSettings()
     ask = parser.add_argument_group("the exporter to read; without one, the hardware is read")
     ask.add_argument("--url", metavar="URL", help=f"its address (default {URL}, if an exporter listens there)")
     ask.add_argument("--ca-file", type=Path, metavar="FILE", help="authority of its certificate")

@@ -66,7 +66,7 @@ class _Watching:
     def __init__(self, options: argparse.Namespace) -> None:
         from flopwatch.training.import_hook import when_imported
 
-        same = ("name", "tokens_from", "tokens_per_step", "step_from", "dtype", "peak_flops", "peak_source")
+        same = ("name", "tokens_from", "tokens_per_step", "step_from", "dtype", "peak_flops", "peak_source", "top")
         self._settings = {**{flag: getattr(options, flag) for flag in same}, **_flops(options)}
         self._attachment: Attachment | None = None
         when_imported("torch", self._attach)
@@ -174,6 +174,8 @@ def add(commands: Commands) -> None:
     add = parser.add_argument
     add("script", nargs=argparse.REMAINDER, help="the script and its arguments")
     add("-m", "--module", action="store_true", help="the script is a module, as in python -m")
+    text = "show MFU, step time and tokens per second in the last line of the terminal (else on stderr every 10 s)"
+    add("--top", action="store_true", help=text)
     add("--name", metavar="RUN", help="name of the run (else FLOPWATCH_RUN, else the scheduler's job)")
     tokens = "where a batch has its tokens: a key, an attribute or an index (default input_ids)"
     add("--tokens-from", metavar="KEY", help=tokens)

@@ -28,6 +28,7 @@ from flopwatch.training.totals import PackedFlops, Totals, Work, amount, number
 
 if TYPE_CHECKING:
     from flopwatch.training.push.pusher import Pusher
+    from flopwatch.training.terminal import Terminal
 
 log = logging.getLogger("flopwatch")
 
@@ -86,6 +87,7 @@ class Run:
     name = attempt = ""
     rank, world_size, local_rank = 0, 1, 0
     ended_by = ""  # label of the reason for the end, if the caller sets it
+    terminal: "Terminal | None" = None  # of `flopwatch run --top`, which shows each snapshot
     _activities: Mapping[str, AbstractContextManager[None]] = {}
     _instruments: Instruments | None = None
     _pusher: "Pusher | None" = None
@@ -370,7 +372,11 @@ class Run:
 
     def snapshot(self, *, last: bool = False) -> Snapshot:
         """Return totals and gauges up to now as the content of one push. If `last`, do not wait for the device."""
-        return self._snapshots.take(last=last)
+        taken = self._snapshots.take(last=last)
+        if self.terminal is not None:
+            with self.recorder.reporting("top"):
+                self.terminal.show(taken, last=last)
+        return taken
 
     def _work(self, tokens: object, more: Mapping[str, object]) -> Work:
         """Return the valid arguments of step(), and report each invalid one."""
@@ -424,6 +430,11 @@ class Run:
             if status != "completed" and (reason := self.ended_by or exit_reason.now()):
                 last.resource["flopwatch.ended_by"] = reason
             self._pusher.stop(last)
+            if self.rank == 0 and self.recorder.step_source != "manual" and self.recorder.steps_taken:
+                from flopwatch.training.progress import summary
+
+                with self.recorder.reporting("summary"):
+                    print(summary(self.name, status, last, self._pusher.url, self._pusher.delivered), file=sys.stderr)
 
 
 def _agree(attempt: str, rank: int, started: float) -> str | None:

@@ -26,11 +26,13 @@ from flopwatch.training.autolog.batches import Loaders, Tokens
 from flopwatch.training.autolog.loop import LoopState, Settings
 from flopwatch.training.autolog.models import ModelFinder
 from flopwatch.training.run import Run
+from flopwatch.training.terminal import Terminal
 from flopwatch.training.torch.checkpoints import Checkpoints, commit_pending, install, whole
 from flopwatch.training.torch.waits import Replaced
 
 log = logging.getLogger("flopwatch")
 
+TOP_SECONDS = 1.0  # between two updates of the terminal, and two pushes
 TURNS = 20  # steps of another optimizer without one of the main optimizer
 STEPS_TO_SEE_MODELS = 5  # training steps after which no model is looked for
 MAX_STATES = 1000  # parameters whose step counts are read from an optimizer's state
@@ -109,13 +111,15 @@ class Attachment:
         loop.pid = os.getpid()
         same = ("name", "flops_per_token", "convention", "dtype", "peak_flops", "peak_source")
         settings = {name: getattr(loop.settings, name) for name in same}
-        run = Run(**settings, step_source="optimizer", before=loop.checkpoints.before)
+        interval = TOP_SECONDS if loop.settings.top else None
+        run = Run(**settings, step_source="optimizer", push_interval=interval, before=loop.checkpoints.before)
         if not run.alive:
             self.step_back()
             return None
         loop.run = run
         if run.rank == 0:
             run.recorder.add(catalogue.TRAINING_DISCARDED_BACKWARD_TOTAL, 0)
+            run.terminal = Terminal(run.name) if loop.settings.top else None
         loop.checkpoints.report_to(run.recorder)
         atexit.register(self._at_exit)  # registered after the pusher's, so called before it
         return run

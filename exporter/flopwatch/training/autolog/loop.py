@@ -31,6 +31,7 @@ class Settings:
     dtype: str = "bf16"
     peak_flops: float | None = None
     peak_source: str | None = None
+    top: bool = False  # show the figures in the terminal
 
 
 class LoopState:

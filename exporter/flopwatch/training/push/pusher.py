@@ -38,7 +38,8 @@ class Pusher:
         failed: Callable[[Exception], None],
         host: str,
     ) -> None:
-        self._wire = wire
+        self._wire, self.url = wire, wire.url
+        self.delivered = False  # the last snapshot tried
         self._interval, self._phase = interval, zlib.crc32(host.encode(errors="replace")) / 2**32
         self._snapshot = snapshot
         self._finish = finish
@@ -113,12 +114,12 @@ class Pusher:
                 asked = snapshot if self._wire.send(self._wire.encode(snapshot)) and not answers else None
                 if not delivered:
                     log.warning("pushing to %s works again; nothing counted was lost", self._wire.url)
-                delivered = known = True
+                delivered = known = self.delivered = True
             except Undelivered as error:
                 if delivered:
                     text = "pushing to %s failed: %s (training goes on; it is tried again every %g s)"
                     log.warning(text, self._wire.url, error, self._interval)
-                delivered = False
+                delivered = self.delivered = False
             except Exception as error:
                 self._failed(error)
             if not stopping:
