@@ -86,6 +86,8 @@ def test_the_defaults_make_these_objects() -> None:
     assert sorted(render("defaults")) == [
         *(("ConfigMap", f"demo-flopwatch-dashboard-{name}") for name in sorted(BOARDS)),
         ("DaemonSet", "demo-flopwatch-exporter"),
+        ("NetworkPolicy", "demo-flopwatch-exporter"),
+        ("NetworkPolicy", "demo-flopwatch-ledger"),
         ("Pod", "demo-flopwatch-test-series"),
         ("PodMonitor", "demo-flopwatch-exporter"),
         ("PodMonitor", "demo-flopwatch-ledger"),
@@ -95,6 +97,7 @@ def test_the_defaults_make_these_objects() -> None:
         ("Role", "demo-flopwatch-test"),
         ("RoleBinding", "demo-flopwatch-test"),
         ("Secret", "demo-flopwatch-ledger"),
+        ("Secret", "demo-flopwatch-otlp"),
         ("Service", "demo-flopwatch-exporter"),
         ("Service", "demo-flopwatch-ledger"),
         ("Service", "demo-flopwatch-otlp"),
@@ -146,6 +149,8 @@ def test_every_object_has_the_recommended_labels(variant: str) -> None:
         ({"rules": {"alertLabels": {"severity": "info"}}}, "invalid propertyName 'severity'"),
         ({"routing": {"teams": ["a/b"]}}, "at '/routing/teams/0': 'a/b' does not match pattern"),
         ({"routing": {"email": {"to": "you"}}}, "at '/routing/email/to': 'you' does not match pattern"),
+        ({"networkPolicy": {"prometheus": [{}]}}, "at '/networkPolicy/prometheus/0': minProperties: got 0, want 1"),
+        ({"otlp": {"namespaces": ["a/b"]}}, "at '/otlp/namespaces/0': 'a/b' does not match pattern"),
         ({"networkPolicy": {"training": []}}, "at '/networkPolicy/training': minItems: got 0, want 1"),
         ({"tests": {"prometheusUrl": "http://p:9090/"}}, "at '/tests/prometheusUrl': 'http://p:9090/' does not match"),
         ({"prometheusRule": {}}, "additional properties 'prometheusRule' not allowed"),
@@ -193,7 +198,7 @@ def test_the_command_line_accepts_the_flags_and_the_ports_agree(variant: str) ->
     mounted = mounts(container(daemonset))
     assert mounted[str(exporter.state)] == ("state", False)
     assert exporter.simulate == ("h100x8" if variant == "simulated" else None)
-    if exporter.simulate is None:
+    if variant not in ("simulated", "unprivileged"):
         assert mounted[str(exporter.sysfs)] == ("sys", True)
     if variant == "no-ledger":
         assert exporter.ledger == "https://ledger.example.com"
@@ -231,7 +236,7 @@ def test_exporter_and_ledger_read_the_same_token_and_the_chart_makes_it_unless_o
             volumes = {entry["name"]: entry for entry in workload["spec"]["template"]["spec"]["volumes"]}
             assert volumes[volume] == {"name": volume, "secret": {"secretName": secret}}
         assert (("Secret", secret) in objects) is (variant == "defaults")
-    first, second = (only(objects_of(files_of({})), "Secret")["data"]["token"] for _ in range(2))
+    first, second = (only(objects_of(files_of({})), "Secret", "-ledger")["data"]["token"] for _ in range(2))
     assert first != second
     assert len(first) >= 40
 
@@ -300,29 +305,52 @@ def test_cards_can_be_asked_for_by_a_mount() -> None:
     assert {"name": "devices", "hostPath": {"path": "/dev/null"}} in pod["volumes"]
 
 
-def test_training_must_show_a_token_only_where_a_secret_is_named() -> None:
-    assert "otlp-token" not in str(render("defaults"))
-    daemonset = only(render("unprivileged"), "DaemonSet")
-    settings = settings_of(daemonset)
-    assert isinstance(settings, ExporterSettings)
-    assert settings.otlp_token_file == Path("/etc/flopwatch/otlp/token")
-    assert {"name": "otlp-token", "secret": {"secretName": "flopwatch-otlp"}} in (
-        daemonset["spec"]["template"]["spec"]["volumes"]
-    )
+def test_training_processes_need_the_token_that_the_chart_makes_or_that_is_named() -> None:
+    for variant, secret in (("defaults", "demo-flopwatch-otlp"), ("unprivileged", "flopwatch-otlp")):
+        daemonset = only(render(variant), "DaemonSet")
+        settings = settings_of(daemonset)
+        assert isinstance(settings, ExporterSettings)
+        assert settings.otlp_token_file == Path("/etc/flopwatch/otlp/token")
+        assert mounts(container(daemonset))["/etc/flopwatch/otlp"] == ("otlp-token", True)
+        assert {"name": "otlp-token", "secret": {"secretName": secret}} in (
+            daemonset["spec"]["template"]["spec"]["volumes"]
+        )
+        assert (("Secret", secret) in render(variant)) is (variant == "defaults")
+        assert f"Mount the Secret {secret} at /etc/flopwatch." in notes(variant)
+    off = files_of({"otlp": {"requireToken": False}})
+    assert off["otlp-secret.yaml"].strip() == ""
+    assert "otlp-token" not in off["exporter-daemonset.yaml"]
+    assert "otlp.requireToken is false." in off["NOTES.txt"]
+    assert "FLOPWATCH_TOKEN_FILE" not in off["NOTES.txt"]
+
+
+def test_each_namespace_of_training_pods_gets_a_copy_of_the_token() -> None:
+    files = files_of({"otlp": {"namespaces": ["team-a", "team-b"]}})
+    secrets = list(yaml.safe_load_all(files["otlp-secret.yaml"]))
+    assert [one["metadata"].get("namespace") for one in secrets] == [None, "team-a", "team-b"]
+    assert {one["metadata"]["name"] for one in secrets} == {"demo-flopwatch-otlp"}
+    assert len({one["data"]["token"] for one in secrets}) == 1
+    assert len(base64.b64decode(secrets[0]["data"]["token"])) == 40
+    assert "These namespaces have it: team-a, team-b." in files["NOTES.txt"]
+    for one in secrets:
+        kubernetes_validate.validate(one, "1.32", strict=True)
 
 
 STATE = "/var/lib/flopwatch/observability-demo-flopwatch"
-NODE_PATHS = {STATE, "/sys", "/dev/kmsg", "/var/lib/kubelet/pod-resources"}
+KERNEL_LOG = {STATE, "/sys", "/dev/kmsg"}
 HOST_PATHS = {
     "simulated": set[str](),
-    "unprivileged": {"/var/lib/flopwatch/observability-watch", "/sys"},
-    "hardened": {STATE, "/sys", "/dev/kmsg", "/var/lib/kubelet/pod-resources", "/dev/null"},
+    "unprivileged": set[str](),
+    "hardened": {"/sys", "/dev/null"},
+    "openshift": KERNEL_LOG,
+    "mig": {STATE, "/sys"},
     "slurm": {
         *(STATE, "/sys", "/var/lib/k0s/kubelet/pod-resources", "/run/flopwatch-jobs", "/etc/slurm"),
         "/var/log/nccl-inspector",
     },
-    "namespace": {*NODE_PATHS - {STATE}, "/var/lib/flopwatch/gpu-monitoring-demo-flopwatch"},
-    "gke": {*NODE_PATHS, "/home/kubernetes/bin/nvidia"},
+    "namespace": {*KERNEL_LOG - {STATE}, "/var/lib/flopwatch/gpu-monitoring-demo-flopwatch"},
+    "kubernetes": {*KERNEL_LOG, "/var/lib/kubelet/pod-resources"},
+    "gke": {*KERNEL_LOG, "/var/lib/kubelet/pod-resources", "/home/kubernetes/bin/nvidia"},
 }
 
 
@@ -331,7 +359,7 @@ def test_only_the_container_that_reads_the_kernel_log_is_privileged_and_no_pod_a
     objects = render(variant)
     pod = only(objects, "DaemonSet")["spec"]["template"]["spec"]
     host_paths = {volume["hostPath"]["path"] for volume in pod["volumes"] if "hostPath" in volume}
-    assert host_paths == HOST_PATHS.get(variant, NODE_PATHS)
+    assert host_paths == HOST_PATHS.get(variant, {"/sys"})
     assert ("runtimeClassName" in pod) is (variant not in ("simulated", "unprivileged", "gke", "gpu-operator-nri"))
     assert ("hostPID" in pod) is (variant == "slurm")
     assert pod.get("nodeSelector") == {
@@ -355,8 +383,9 @@ def test_only_the_container_that_reads_the_kernel_log_is_privileged_and_no_pod_a
             assert security["capabilities"] == {"drop": ["ALL"]} | added, key
             assert ("NVIDIA_MIG_MONITOR_DEVICES" in str(each.get("env"))) is bool(added), key
             assert security["seccompProfile"] == {"type": "RuntimeDefault"}, key
-            # Run as root, without any capability, only where the node's files belong to root.
-            assert (security["runAsUser"] == 0) is (key[0] == "DaemonSet" and variant != "simulated"), key
+            # Run as root only where a value needs it: the node's files and the kubelet's socket belong to root.
+            root = key[0] == "DaemonSet" and variant in ("gke", "kubernetes", "mig", "namespace", "openshift", "slurm")
+            assert (security["runAsUser"] == 0, security["runAsNonRoot"]) == (root, not root), key
         assert key[0] == "DaemonSet" or "hostPath" not in str(spec), key
 
 
@@ -365,7 +394,7 @@ def test_the_kernel_log_comes_through_a_socket_that_both_containers_share(varian
     daemonset = only(render(variant), "DaemonSet")
     exporter = settings_of(daemonset)
     names = [one["name"] for one in daemonset["spec"]["template"]["spec"]["containers"]]
-    if variant in ("simulated", "unprivileged", "slurm"):
+    if variant not in ("gke", "kubernetes", "namespace", "openshift"):
         assert (names, exporter.kmsg) == (["exporter"], Path("/dev/kmsg"))
         return
     assert names == ["exporter", "kmsg"]
@@ -549,9 +578,14 @@ def test_a_simulated_node_takes_nothing_of_the_node_whatever_else_is_asked_for()
 @pytest.mark.parametrize(
     ("values", "needs"),
     [
-        ({}, "privileged (the privileged container kmsg, folders of the node)"),
+        ({}, "privileged (folders of the node)"),
+        ({"exporter": {"kernelLog": True}}, "privileged (the privileged container kmsg, folders of the node)"),
+        ({"exporter": {"sysfs": ""}}, "restricted"),
+        ({"exporter": {"sysfs": "", "podResources": "/var/lib/kubelet"}}, "privileged (folders of the node)"),
+        ({"exporter": {"sysfs": "", "topology": "csv:/etc/place.csv"}}, "privileged (folders of the node)"),
+        ({"exporter": {"sysfs": "", "sysAdmin": True}}, "privileged (folders of the node, CAP_SYS_ADMIN)"),
         (
-            {"exporter": {"kernelLog": False, "hostPID": True, "hostPort": 9450}},
+            {"exporter": {"hostPID": True, "hostPort": 9450}},
             "privileged (hostPID, folders of the node, a port of the node)",
         ),
         (
@@ -565,6 +599,79 @@ def test_the_notes_name_the_pod_security_level_that_the_values_need(values: Json
     notes = files_of(values)["NOTES.txt"]
     assert f"must allow the level {needs}." in notes
     assert ("enforce=privileged" in notes) is needs.startswith("privileged")
+
+
+def pod_security_errors(pod: Json) -> list[str]:
+    """Return what the Pod Security levels restricted and baseline refuse in a pod, as far as our pods can have it.
+
+    https://kubernetes.io/docs/concepts/security/pod-security-standards/
+    """
+    errors = [key for key in ("hostPID", "hostNetwork", "hostIPC") if pod.get(key)]
+    allowed = {
+        "configMap",
+        "emptyDir",
+        "projected",
+        "secret",
+        "downwardAPI",
+        "persistentVolumeClaim",
+        "csi",
+        "ephemeral",
+    }
+    errors += [kind for volume in pod["volumes"] for kind in volume.keys() - {"name"} - allowed]
+    for one in pod["containers"]:
+        security = pod.get("securityContext", {}) | one["securityContext"]
+        errors += ["hostPort" for port in one.get("ports", []) if port.get("hostPort")]
+        errors += ["privileged"] if security.get("privileged") else []
+        errors += ["capabilities"] if security.get("capabilities") != {"drop": ["ALL"]} else []
+        errors += ["allowPrivilegeEscalation"] if security.get("allowPrivilegeEscalation") is not False else []
+        errors += ["runAsNonRoot"] if not security.get("runAsNonRoot") or not security["runAsUser"] else []
+        errors += ["seccompProfile"] if security.get("seccompProfile", {}).get("type") != "RuntimeDefault" else []
+    return errors
+
+
+@pytest.mark.parametrize(
+    ("values", "refused"),
+    [
+        ({}, ["hostPath"]),
+        ({"exporter": {"sysfs": ""}}, []),
+        ({"exporter": {"simulate": "h100x8", "kernelLog": True}}, []),
+        ({"exporter": {"podResources": "/var/lib/kubelet/pod-resources"}}, ["hostPath"] * 3 + ["runAsNonRoot"]),
+        (
+            {"exporter": {"kernelLog": True}},
+            [
+                *["hostPath"] * 3,
+                "runAsNonRoot",
+                *("privileged", "capabilities", "allowPrivilegeEscalation", "runAsNonRoot", "seccompProfile"),
+            ],
+        ),
+    ],
+)
+def test_the_default_pods_need_nothing_but_a_folder_of_the_node(values: Json, refused: list[str]) -> None:
+    objects = objects_of(files_of(values))
+    exporter = only(objects, "DaemonSet")["spec"]["template"]["spec"]
+    assert pod_security_errors(exporter) == refused
+    level = "restricted" if not refused else "privileged"
+    assert f"must allow the level {level}" in files_of(values)["NOTES.txt"]
+    assert pod_security_errors(only(objects, "StatefulSet")["spec"]["template"]["spec"]) == []
+    assert pod_security_errors({"volumes": [], **only(objects, "Pod")["spec"]}) == []
+
+
+def test_the_notes_list_what_is_lost_without_privileges_and_why_the_exporter_is_root() -> None:
+    lost = notes("defaults")
+    for text in (
+        "exporter.kernelLog is false.",
+        "SXids",
+        "before the exporter started",
+        "no series has the pod of a GPU",
+    ):
+        assert text in lost
+    assert "The exporters run as user 0" not in lost
+    assert "exporter.sysfs is empty." in notes("unprivileged")
+    assert "user 0, without any capability, because of exporter.kernelLog, exporter.podResources." in notes(
+        "kubernetes"
+    )
+    assert "user 0, without any capability but CAP_SYS_ADMIN, because of exporter.sysAdmin." in notes("mig")
+    assert "exporter.kernelLog is false" not in notes("kubernetes")
 
 
 @each_variant
@@ -638,6 +745,10 @@ def test_boards_ask_for_a_password_and_the_kubelet_does_not_give_one() -> None:
             "monitor.scrapeTimeout (10s) is longer than monitor.interval (5s), which Prometheus refuses",
         ),
         ({"ledger": {"enabled": False, "tlsSecret": "tls"}}, "ledger.tlsSecret is for a ledger behind TLS"),
+        (
+            {"otlp": {"namespaces": ["team-a"], "tokenSecret": "own"}},
+            "otlp.namespaces is for the token that the chart makes",
+        ),
         ({"routing": {"kind": "secret"}}, "routing.kind needs a receiver"),
         ({"routing": {"kind": "alertmanagerconfig", "watchdogSecret": "w"}}, "routing.kind needs a receiver"),
     ],
@@ -670,7 +781,11 @@ def test_a_network_policy_admits_only_prometheus_training_exporters_and_the_test
     assert all(spec["policyTypes"] == ["Ingress"] for spec in policies.values())
     labels = only(objects, "Pod")["metadata"]["labels"]
     assert test["podSelector"]["matchLabels"].items() <= labels.items()
-    assert not [kind for kind, _ in render("defaults") if kind == "NetworkPolicy"]
+    (scrapers, _) = only(render("defaults"), "NetworkPolicy", "-exporter")["spec"]["ingress"]
+    assert scrapers["from"] == [namespaces["all"], test], "no Prometheus could be looked up"
+    assert "these may scrape: every pod of the cluster, because no Prometheus could be looked up" in notes("defaults")
+    off = objects_of(files_of({"networkPolicy": {"enabled": False}}))
+    assert not [kind for kind, _ in off if kind == "NetworkPolicy"]
 
 
 def test_exporters_leave_a_node_when_the_gpu_operator_takes_its_label_back() -> None:
