@@ -373,7 +373,7 @@ def test_an_install_fails_without_the_runtime_class_that_every_exporter_needs() 
 
 
 def test_an_installer_with_rights_in_one_namespace_turns_the_lookups_off() -> None:
-    given = {"prometheus": [{"namespaceSelector": {}}]}
+    given: Json = {"prometheus": [{"namespaceSelector": {}}]}
     labels: Json = {"monitor": {"labels": FALLBACK}, "rules": {"labels": FALLBACK}, "networkPolicy": given}
     with cluster(status=403) as config:
         without_class: Json = {"exporter": {"runtimeClassName": ""}}
