@@ -448,7 +448,7 @@ def test_without_objects_for_prometheus_the_notes_list_what_to_scrape() -> None:
 
 
 def test_prometheus_accepts_the_scrape_configurations_of_the_page(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "kubernetes.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "kubernetes-monitoring.md").read_text(encoding="utf-8")
     blocks = [block for block in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL) if "scrape_configs" in block]
     assert len(blocks) == 3
     for block in blocks:

@@ -63,7 +63,7 @@ def _native(new: Json, old: Json | None) -> Iterator[tuple[str, Any]]:
         pass
 
     class Lazy(celpy.celtypes.MapType):  # type: ignore[name-defined, misc]
-        """Variables, each of which is evaluated when it is used."""
+        """Variables. Each is evaluated when it is used."""
 
         def __getitem__(self, key: Any) -> Any:
             return evaluate(expressions[str(key)])
