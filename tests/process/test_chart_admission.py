@@ -191,7 +191,7 @@ def test_endpoint_and_secret_are_those_of_a_release_called_flopwatch() -> None:
 
 @pytest.mark.parametrize("kubernetes", sorted(FROM))
 def test_kubernetes_accepts_the_native_policies_in_the_versions_that_they_name(kubernetes: str) -> None:
-    made = documents(NATIVE)
+    made = copy.deepcopy(documents(NATIVE))
     assert [one["kind"].removeprefix("MutatingAdmissionPolicy") for one in made] == ["", "Binding"] * 2
     for one in made:
         one["apiVersion"] = f"admissionregistration.k8s.io/{FROM[kubernetes]}"

@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from datetime import datetime
+from functools import cache
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ Json = dict[str, Any]
 FOLDER = ROOT / "examples" / "kubernetes"
 
 
+@cache
 def documents(name: str) -> list[Json]:
     """Return the objects of a file of the examples."""
     return list(yaml.safe_load_all((FOLDER / name).read_text(encoding="utf-8")))
@@ -55,12 +57,16 @@ def _matches(rules: Any, group: str, resource: str, operation: str) -> bool:
     )
 
 
+@cache
+def _program(expression: str) -> Any:
+    celpy = pytest.importorskip("celpy")
+    environment = celpy.Environment(annotations={"JSONPatch": celpy.celtypes.MapType})
+    return environment.program(environment.compile(expression))
+
+
 def _native(new: Json, old: Json | None) -> Iterator[tuple[str, Any]]:
     celpy = pytest.importorskip("celpy")
     group, resource = ("batch", "jobs") if new["kind"] == "Job" else ("", "pods")
-
-    class JSONPatch(celpy.celtypes.MapType):  # type: ignore[name-defined, misc]
-        pass
 
     class Lazy(celpy.celtypes.MapType):  # type: ignore[name-defined, misc]
         """Variables. Each is evaluated when it is used."""
@@ -71,13 +77,12 @@ def _native(new: Json, old: Json | None) -> Iterator[tuple[str, Any]]:
         def __contains__(self, key: Any) -> bool:
             return str(key) in expressions
 
-    environment = celpy.Environment(annotations={"JSONPatch": JSONPatch})
+    context = {"object": celpy.json_to_cel(new), "variables": Lazy()}
+    if old is not None:
+        context["oldObject"] = celpy.json_to_cel(old)
 
     def evaluate(text: str) -> Any:
-        context = {"object": celpy.json_to_cel(new), "variables": Lazy()}
-        if old is not None:
-            context["oldObject"] = celpy.json_to_cel(old)
-        return environment.program(environment.compile(text)).evaluate(context)
+        return _program(text).evaluate(context)
 
     for policy in documents("training-env-native.yaml"):
         if policy["kind"] != "MutatingAdmissionPolicy":
