@@ -94,6 +94,20 @@ app.kubernetes.io/component: {{ index . 1 }}
 {{- mul (regexFind "^[0-9]+" .) (get (dict "ms" 1 "s" 1000 "m" 60000 "h" 3600000) (regexFind "[a-z]+$" .)) }}
 {{- end }}
 
+{{- /* Values that need an exporter of user 0, as JSON. The kubelet's socket, and a state folder on the node, belong to root,
+and a capability has no effect for another user. Xids of the kernel log would be counted twice without a state folder. */}}
+{{- define "flopwatch.rootValues" -}}
+{{- $values := list }}
+{{- if not .Values.exporter.simulate }}
+{{- range $name := list "kernelLog" "podResources" "statePath" "sysAdmin" }}
+{{- if index $.Values.exporter $name }}
+{{- $values = append $values (printf "exporter.%s" $name) }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- toJson $values }}
+{{- end }}
+
 {{- /* Folder on the node for the exporter's state. Two releases on a node must not share it. */}}
 {{- define "flopwatch.statePath" -}}
 {{- default (printf "/var/lib/flopwatch/%s-%s" (include "flopwatch.namespace" .) (include "flopwatch.fullname" .)) .Values.exporter.statePath }}
@@ -108,6 +122,45 @@ looked up only with access to a cluster, which always has the namespace kube-sys
 {{- fail (printf "this cluster has no RuntimeClass %s, so no exporter could start. Install NVIDIA's GPU operator first, set exporter.runtimeClassName to the cluster's class, or set it to \"\" where NVIDIA's runtime is the default. lookup=false skips this check" $name) }}
 {{- end }}
 {{- end }}
+{{- end }}
+
+{{- /* Secret with the token of training processes, "" if they need none. */}}
+{{- define "flopwatch.otlpSecret" -}}
+{{- if .Values.otlp.requireToken -}}
+{{- default (printf "%s-otlp" (include "flopwatch.fullname" .)) .Values.otlp.tokenSecret }}
+{{- end }}
+{{- end }}
+
+{{- /* Peers that may scrape, as JSON, and their origin. Without given ones they are the namespaces of the cluster's
+Prometheus objects. Where these cannot be looked up, every pod may scrape. */}}
+{{- define "flopwatch.scrapers" -}}
+{{- $peers := .Values.networkPolicy.prometheus }}
+{{- $from := "networkPolicy.prometheus" }}
+{{- if not $peers }}
+{{- $kinds := list }}
+{{- if and .Values.lookup (eq .Values.monitor.kind "podmonitor") }}
+{{- $kinds = list "monitoring.coreos.com/v1/Prometheus" "monitoring.coreos.com/v1alpha1/PrometheusAgent" }}
+{{- else if and .Values.lookup (eq .Values.monitor.kind "vmpodscrape") }}
+{{- $kinds = list "operator.victoriametrics.com/v1beta1/VMAgent" "operator.victoriametrics.com/v1beta1/VMSingle" }}
+{{- end }}
+{{- $spaces := list }}
+{{- range $kind := $kinds }}
+{{- if $.Capabilities.APIVersions.Has $kind }}
+{{- range (lookup (dir $kind) (base $kind) "" "").items }}
+{{- $spaces = append $spaces .metadata.namespace }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- range $space := $spaces | uniq | sortAlpha }}
+{{- $peers = append $peers (dict "namespaceSelector" (dict "matchLabels" (dict "kubernetes.io/metadata.name" $space))) }}
+{{- end }}
+{{- $from = printf "namespaces with a Prometheus: %s" ($spaces | uniq | sortAlpha | join ", ") }}
+{{- if not $peers }}
+{{- $peers = list (dict "namespaceSelector" dict) }}
+{{- $from = "every pod of the cluster, because no Prometheus could be looked up. Set networkPolicy.prometheus" }}
+{{- end }}
+{{- end }}
+{{- dict "peers" $peers "from" $from | toJson }}
 {{- end }}
 
 {{- define "flopwatch.ledgerSecret" -}}
@@ -162,7 +215,14 @@ seccompProfile:
 {{- if .Values.exporter.hostPID }}
 {{- $why = append $why "hostPID" }}
 {{- end }}
+{{- $host := or .Values.exporter.sysfs (.Values.exporter.extraVolumes | toJson | contains "hostPath") (ne (include "flopwatch.rootValues" .) "[]") }}
+{{- $host = or $host .Values.exporter.jobMapping .Values.exporter.inspector .Values.exporter.devicesAsMounts (contains ":" .Values.exporter.topology) }}
+{{- if $host }}
 {{- $why = append $why "folders of the node" }}
+{{- end }}
+{{- if .Values.exporter.sysAdmin }}
+{{- $why = append $why "CAP_SYS_ADMIN" }}
+{{- end }}
 {{- end }}
 {{- if .Values.exporter.hostNetwork }}
 {{- $why = append $why "hostNetwork" }}

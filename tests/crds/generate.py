@@ -1,8 +1,8 @@
-"""Write schemas.json again: what the API server checks of the operators' objects that the chart makes.
+"""Write schemas.json again: what the API server checks of the operators' objects that the chart and the examples make.
 
     python tests/crds/generate.py
 
-From the CustomResourceDefinitions of the releases below (git clones them), both under the Apache License 2.0 (LICENSE).
+From the CustomResourceDefinitions of the releases below (git clones them), all under the Apache License 2.0 (LICENSE).
 Without descriptions, and closed: a field that a schema does not name is refused, as by kubectl's strict validation.
 """
 
@@ -25,8 +25,11 @@ SOURCES = {
         f"{FOLDER}alertmanagerconfigs.yaml",
     ),
     ("https://github.com/VictoriaMetrics/operator", "v0.74.1"): ("config/crd/overlay/crd.descriptionless.yaml",),
+    ("https://github.com/kyverno/kyverno", "v1.19.0"): ("config/crds/kyverno/kyverno.io_clusterpolicies.yaml",),
 }
-KINDS = {"PodMonitor", "PrometheusRule", "AlertmanagerConfig", "VMPodScrape", "VMRule"}
+KINDS = {"PodMonitor", "PrometheusRule", "AlertmanagerConfig", "VMPodScrape", "VMRule", "ClusterPolicy"}
+# Large parts of a ClusterPolicy's rule that ours do not use. Without them, a policy that has one is refused.
+UNUSED = {"validate", "verifyImages", "generate", "imageExtractors"}
 
 
 class Loader(yaml.SafeLoader):
@@ -59,7 +62,11 @@ def closed(schema: dict[str, Any]) -> dict[str, Any]:
     if schema.get("nullable"):
         made["type"] = [made["type"], "null"]
     if isinstance(schema.get("properties"), dict):
-        made["properties"] = {name: closed(inside) for name, inside in schema["properties"].items()}
+        made["properties"] = {
+            name: closed(inside)
+            for name, inside in schema["properties"].items()
+            if not (name in UNUSED and "mutate" in schema["properties"])
+        }
     if isinstance(schema.get("additionalProperties"), dict):
         made["additionalProperties"] = closed(schema["additionalProperties"])
     elif "properties" in schema and not schema.get("x-kubernetes-preserve-unknown-fields"):
@@ -86,6 +93,8 @@ def main() -> None:
                     if crd["spec"]["names"]["kind"] not in KINDS:
                         continue
                     for served in crd["spec"]["versions"]:
+                        if served["name"] == "v2beta1":  # Kyverno's own, which we do not use
+                            continue
                         schema = closed(served["schema"]["openAPIV3Schema"])
                         schema["properties"]["metadata"] = {"type": "object"}
                         schema["properties"].pop("status", None)

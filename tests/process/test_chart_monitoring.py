@@ -147,6 +147,7 @@ def prometheus(name: str, namespace: str, **spec: Any) -> Json:
 SERVED = {
     "v1": ["Namespace", "Pod", "Service", "ConfigMap", "Secret", "ServiceAccount"],
     "node.k8s.io/v1": ["RuntimeClass"],
+    "networking.k8s.io/v1": ["NetworkPolicy"],
     "rbac.authorization.k8s.io/v1": ["Role", "RoleBinding"],
     "apps/v1": ["DaemonSet", "StatefulSet"],
     "monitoring.coreos.com/v1": ["PodMonitor", "PrometheusRule", "Prometheus", "Alertmanager"],
@@ -213,6 +214,10 @@ def cluster(*resources: Json, status: int = 200, runtime: str = "nvidia") -> Ite
             "metadata": {},
             "items": [one for one in resources if one["kind"] == kind],
         }
+
+    for one in resources:
+        if one["kind"] == "Secret":
+            answers[f"/api/v1/namespaces/{NAMESPACE}/secrets/{one['metadata']['name']}"] = one
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -309,6 +314,42 @@ def test_several_prometheuses_are_all_served_as_far_as_their_labels_agree() -> N
     assert selector_labels(only(objects, "PrometheusRule", "-host")) == {"rules": "c"}
 
 
+def test_the_network_policy_admits_the_namespaces_of_the_clusters_prometheuses() -> None:
+    def scrapers(objects: Objects) -> Any:
+        peers = [
+            only(objects, "NetworkPolicy", f"-{name}")["spec"]["ingress"][0]["from"] for name in ("exporter", "ledger")
+        ]
+        assert all("podSelector" in peer for peer in peers[0][-1:] + peers[1][-2:]), "the test, and the exporters"
+        assert peers[0][:-1] == peers[1][:-2]
+        return [peer["namespaceSelector"].get("matchLabels") for peer in peers[0][:-1]]
+
+    ours = [prometheus(name, space) for name, space in (("a", "one"), ("b", "two"), ("c", "one"))]
+    with cluster(*ours) as config:
+        objects, text = installed(config, {})
+        assert scrapers(objects) == [{"kubernetes.io/metadata.name": "one"}, {"kubernetes.io/metadata.name": "two"}]
+        assert "these may scrape: namespaces with a Prometheus: one, two." in text
+        for values in ({"lookup": False}, {"monitor": {"kind": "annotations"}}):
+            assert scrapers(installed(config, values)[0]) == [None]
+        peers = [{"namespaceSelector": {"matchLabels": {"team": "x"}}}]
+        assert scrapers(installed(config, {"networkPolicy": {"prometheus": peers}})[0]) == [{"team": "x"}]
+
+
+def test_a_token_that_exists_is_kept_by_an_upgrade_and_copied() -> None:
+    ours = {
+        "name": "demo-flopwatch-otlp",
+        "namespace": NAMESPACE,
+        "labels": {"app.kubernetes.io/managed-by": "Helm"},
+        "annotations": {"meta.helm.sh/release-name": "demo", "meta.helm.sh/release-namespace": NAMESPACE},
+    }
+    existing = {"apiVersion": "v1", "kind": "Secret", "metadata": ours, "data": {"token": "a2VwdA=="}}
+    with cluster(existing) as config, helm.Chart.load(CHART) as chart:
+        values = {"otlp": {"namespaces": ["team-a"]}}
+        manifest = config.install(chart, "demo", values, dry_run="server")["manifest"]
+    secrets = [one for one in yaml.safe_load_all(manifest) if one and one["kind"] == "Secret"]
+    tokens = [one["data"]["token"] for one in secrets if one["metadata"]["name"] == "demo-flopwatch-otlp"]
+    assert tokens == ["a2VwdA=="] * 2
+
+
 def test_an_alertmanager_is_asked_which_configurations_it_takes() -> None:
     alertmanager = prometheus("am", "monitoring", alertmanagerConfigSelector={"matchLabels": {"alerts": "yes"}})
     with cluster(alertmanager | {"kind": "Alertmanager"}) as config:
@@ -332,7 +373,8 @@ def test_an_install_fails_without_the_runtime_class_that_every_exporter_needs() 
 
 
 def test_an_installer_with_rights_in_one_namespace_turns_the_lookups_off() -> None:
-    labels: Json = {"monitor": {"labels": FALLBACK}, "rules": {"labels": FALLBACK}}
+    given: Json = {"prometheus": [{"namespaceSelector": {}}]}
+    labels: Json = {"monitor": {"labels": FALLBACK}, "rules": {"labels": FALLBACK}, "networkPolicy": given}
     with cluster(status=403) as config:
         without_class: Json = {"exporter": {"runtimeClassName": ""}}
         for values, refused in ((labels, "checkRuntimeClass"), (without_class, "Selected")):
@@ -376,7 +418,7 @@ def test_victoria_metrics_gets_its_own_kinds_with_the_labels_given_and_the_flags
 def test_a_prometheus_without_an_operator_finds_annotations_and_a_file_of_rules() -> None:
     objects = render("plain-prometheus")
     groups = {made["apiVersion"].partition("/")[0] for made in objects.values() if "/" in made["apiVersion"]}
-    assert groups == {"apps", "rbac.authorization.k8s.io"}, "only Kubernetes' own kinds"
+    assert groups == {"apps", "networking.k8s.io", "rbac.authorization.k8s.io"}, "only Kubernetes' own kinds"
     for kind, port in (("DaemonSet", "9450"), ("StatefulSet", "9451")):
         template = only(objects, kind)["spec"]["template"]
         assert template["metadata"]["annotations"] == {
@@ -406,7 +448,7 @@ def test_without_objects_for_prometheus_the_notes_list_what_to_scrape() -> None:
 
 
 def test_prometheus_accepts_the_scrape_configurations_of_the_page(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "kubernetes.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "kubernetes-monitoring.md").read_text(encoding="utf-8")
     blocks = [block for block in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL) if "scrape_configs" in block]
     assert len(blocks) == 3
     for block in blocks:

@@ -192,7 +192,9 @@ BLOCKS: dict[str, dict[str, Ran | Elsewhere | Needs]] = {
     },
 }
 # Pages none of whose blocks can run, with the reason.
-WHOLE: dict[str, Needs] = {"kubernetes.md": CLUSTER, "kubernetes-quickstart.md": CLUSTER}
+WHOLE: dict[str, Needs] = {
+    f"kubernetes{name}.md": CLUSTER for name in ("", "-clouds", "-gitops", "-monitoring", "-quickstart", "-schedulers")
+}
 
 
 def commands(page: Path) -> list[str]:
