@@ -14,7 +14,8 @@ from datetime import datetime
 from functools import cache
 from typing import Any
 
-import pytest
+import celpy
+import jmespath
 import yaml
 
 from tests.support import ROOT
@@ -59,16 +60,14 @@ def _matches(rules: Any, group: str, resource: str, operation: str) -> bool:
 
 @cache
 def _program(expression: str) -> Any:
-    celpy = pytest.importorskip("celpy")
     environment = celpy.Environment(annotations={"JSONPatch": celpy.celtypes.MapType})
     return environment.program(environment.compile(expression))
 
 
 def _native(new: Json, old: Json | None) -> Iterator[tuple[str, Any]]:
-    celpy = pytest.importorskip("celpy")
     group, resource = ("batch", "jobs") if new["kind"] == "Job" else ("", "pods")
 
-    class Lazy(celpy.celtypes.MapType):  # type: ignore[name-defined, misc]
+    class Lazy(celpy.celtypes.MapType):
         """Variables. Each is evaluated when it is used."""
 
         def __getitem__(self, key: Any) -> Any:
@@ -77,9 +76,9 @@ def _native(new: Json, old: Json | None) -> Iterator[tuple[str, Any]]:
         def __contains__(self, key: Any) -> bool:
             return str(key) in expressions
 
-    context = {"object": celpy.json_to_cel(new), "variables": Lazy()}
+    context = {"object": celpy.adapter.json_to_cel(new), "variables": Lazy()}
     if old is not None:
-        context["oldObject"] = celpy.json_to_cel(old)
+        context["oldObject"] = celpy.adapter.json_to_cel(old)
 
     def evaluate(text: str) -> Any:
         return _program(text).evaluate(context)
@@ -114,7 +113,6 @@ def _time(text: str) -> datetime:
 
 
 def _search(expression: str, context: Json) -> Any:
-    jmespath = pytest.importorskip("jmespath")
     functions = jmespath.functions
 
     class Kyverno(functions.Functions):  # type: ignore[name-defined, misc]
