@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
-from tests.support import ranks
+from tests.support import ROOT, ranks
+from tests.support.hook_server import HookServer
+from tests.support.machine import PATIENCE
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(600)]
 
@@ -365,3 +367,18 @@ def main() -> Iterator[tuple[str, Any]]:
 
 if __name__ == "__main__":
     print(json.dumps(dict(main())))
+
+
+def test_the_hook_adds_no_collective_and_no_group() -> None:
+    script = str(ROOT / "tests" / "scripts" / "counts_collectives.py")
+    printed: dict[str, list[Any]] = {}
+    with HookServer() as server:
+        for hook in ("0", "1"):
+            here = {"HOOK": hook, "FLOPWATCH_DISABLE": "", "FLOPWATCH_ENDPOINT": server.url}
+            processes = ranks.start([script], 2, **here)
+            printed[hook] = [json.loads(process.communicate(timeout=PATIENCE)[0]) for process in processes]
+        measured = [push.samples.get("training_collective_wait_seconds_total", 0.0) for push in server.last_words(2)]
+    assert printed["1"] == printed["0"]
+    assert [len(one["collectives"]) for one in printed["0"]] == [2, 2]
+    assert min(one["collectives"][0] for one in printed["0"]) >= 40
+    assert max(measured) > 0  # the hook measured waits in these very collectives
