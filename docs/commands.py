@@ -25,6 +25,9 @@ HEAD = """\
 
 This page lists every command with its flags, and the exit statuses. `flopwatch COMMAND --help` prints the same.
 
+Every command that prints facts has `--json`. A progress bar is on standard error, and only on a terminal. Colours obey
+`NO_COLOR` and `FORCE_COLOR`.
+
 | exit status | when | commands |
 |---|---|---|
 {statuses}
