@@ -12,8 +12,8 @@ import pytest
 
 from demo.servers import find
 from tests.support import ROOT
-from tests.support.exporter_process import ENVIRONMENT
-from tests.support.machine import PATIENCE
+from tests.support.exporter_process import ENVIRONMENT, alive
+from tests.support.machine import PATIENCE, until
 
 SIMULATE = [sys.executable, "-m", "flopwatch", "simulate", "--scenario", "healthy", "--days", "0.2", "--gpus", "16"]
 PLAIN = {name: value for name, value in ENVIRONMENT.items() if name not in ("NO_COLOR", "FORCE_COLOR", "TERM")}
@@ -88,3 +88,12 @@ def test_a_build_shows_its_last_step_on_a_terminal_and_the_end_of_its_output_aft
     assert shown.endswith("\r\x1b[K")
     assert piped(progress, "sh", "-c", work) == (0, "", "")
     assert piped(progress, "sh", "-c", "echo no space left; exit 3") == (3, "", "no space left\n")
+
+
+def test_a_build_that_is_interrupted_leaves_no_process(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    build = subprocess.Popen([ROOT / ".ci" / "progress", "sh", "-c", f"sleep 300 & echo $! > {pids}; wait"])
+    until(lambda: pids.is_file() and pids.read_text())
+    build.terminate()
+    assert build.wait(PATIENCE) != 0
+    until(lambda: not alive(int(pids.read_text())))
