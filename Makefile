@@ -7,8 +7,8 @@ SECONDS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-# $(call install,WHAT,REQUIREMENTS): pip prints nothing until it is done, so a line announces what is installed.
-install = @echo "Installing $(1) into $(VENV) ..."; begin=$$(date +%s); $(PIP) install -q $(2) \
+# $(call install,WHAT,REQUIREMENTS): a line announces what is installed, and a terminal shows the package that pip is at.
+install = @echo "Installing $(1) into $(VENV) ..."; begin=$$(date +%s); .ci/progress $(PIP) install $(2) \
 	&& echo "  done in $$(($$(date +%s) - begin)) s" && touch $@
 
 # What is made of viewer/, and the same where Node can make it.
@@ -94,8 +94,8 @@ clean:  ## remove everything the other targets made
 
 $(PAGE): $(wildcard viewer/*.json viewer/*.ts viewer/*.html viewer/src/* viewer/src/panels/* viewer/icons/*)
 	@echo "Building the viewer of dashboards ..."; begin=$$(date +%s); mkdir -p .cache; \
-	(cd viewer && npm ci --no-audit --no-fund && npm run build) > .cache/viewer.log 2>&1 && touch $(PAGE) \
-	&& echo "  done in $$(($$(date +%s) - begin)) s" || { tail -n 20 .cache/viewer.log; exit 1; }
+	.ci/progress sh -c 'cd viewer && npm ci --no-audit --no-fund && npm run build' && touch $(PAGE) \
+	&& echo "  done in $$(($$(date +%s) - begin)) s"
 
 # A stamp older than pyproject.toml means that the packages may have changed.
 $(VENV)/.python:

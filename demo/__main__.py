@@ -22,6 +22,7 @@ from demo import summary
 from demo.boards import WITHOUT
 from demo.servers import ROOT, ServersError, find
 from demo.stack import DemoStack, StackError, fetch
+from simulator.progress import progress
 
 SLOW_RANK, SLOW_BY = 2, 0.3
 HEALTHY_SECONDS = 35.0  # before the fault
@@ -201,7 +202,8 @@ def run(stack: DemoStack, console: Console, seconds: float | None) -> None:
             print(f"  {name:12}  {url}")
         print("Waiting for the first training step", flush=True)
         with suppress(KeyboardInterrupt):
-            wait_for_first_step(stack)
+            with progress("The job starts", colour=not console.no_color):
+                wait_for_first_step(stack)
             story.begin()
             watch(stack, story, console, urls, seconds)
         signals.stopping = True
@@ -245,11 +247,13 @@ def main() -> int:
         metavar="DIR",
         help="folder for logs and data, emptied first (default demo-state)",
     )
+    parser.add_argument("--no-color", action="store_true", help="no colours, as with NO_COLOR in the environment")
     options = parser.parse_args()
-    console = Console(width=None if sys.stdout.isatty() else 110)
+    console = Console(width=None if sys.stdout.isatty() else 110, no_color=options.no_color or None)
     try:
         with emptied(options.state.absolute()):
-            servers = find(log=lambda text: print(text, flush=True))
+            with progress("Prometheus and Alertmanager", colour=not console.no_color):
+                servers = find(log=lambda text: print(text, flush=True))
             if servers.why:
                 print(f"Running without Alertmanager: {servers.why}")
             stack = DemoStack(

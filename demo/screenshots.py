@@ -24,6 +24,7 @@ from dashboards.__main__ import BOARDS
 from demo.cluster import BAD_LINK, STRAGGLER, ClusterDemo
 from demo.servers import ServersError
 from demo.stack import StackError
+from simulator.progress import progress
 from simulator.topology import Topology
 
 SHOWN_AFTER = 270.0  # seconds until the alerts fire
@@ -194,9 +195,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def wait(running: ClusterDemo, seconds: float) -> None:
     """Wait until `seconds` after the start of the cluster. Raises StackError if a process or the simulation fails."""
-    while time.time() < running.began + seconds:
-        running.check()
-        time.sleep(0.5)
+    with progress("The cluster runs", seconds) as advance:
+        while time.time() < running.began + seconds:
+            running.check()
+            time.sleep(0.5)
+            advance(0.5)
 
 
 if __name__ == "__main__":

@@ -108,6 +108,11 @@ def victoria_metrics(environ: Mapping[str, str] = os.environ, log: Log = print, 
     return _package("victoria-metrics", ("victoria-metrics", "victoria-metrics-prod"), environ, log, suite)
 
 
+def docker_registry(environ: Mapping[str, str] = os.environ, log: Log = print) -> str:
+    """Return the path of the reference registry of OCI artefacts, fetched if it is not on PATH. Raises ServersError."""
+    return _package("docker-registry", ("docker-registry",), environ, log)
+
+
 def _package(
     package: str, programs: Sequence[str], environ: Mapping[str, str], log: Log, suite: str | None = None
 ) -> str:

@@ -25,12 +25,27 @@ HEAD = """\
 
 This page lists every command with its flags, and the exit statuses. `flopwatch COMMAND --help` prints the same.
 
+Every command that prints facts has `--json`. A progress bar is on standard error, and only on a terminal. Colours obey
+`NO_COLOR` and `FORCE_COLOR`.
+
 | exit status | when | commands |
 |---|---|---|
 {statuses}
 
 `flopwatch exporter` and `flopwatch ledger serve` accept the flags `--web.listen-address` and `--web.config.file` of
 Prometheus' exporters as other names, and `exporter` accepts `--path.sysfs`.
+
+The package installs completion for three shells and a man page of each command below its prefix, for example
+`/opt/flopwatch/share`. A checkout has them in [completion](../contrib/completion) and [man](../contrib/man).
+
+| for | file below the prefix | how to load it |
+|---|---|---|
+| bash | `share/bash-completion/completions/flopwatch` | `source` it in `~/.bashrc` |
+| zsh | `share/zsh/site-functions/_flopwatch` | add its folder to `fpath` before `compinit` |
+| fish | `share/fish/vendor_completions.d/flopwatch.fish` | `source` it in `~/.config/fish/config.fish` |
+| man | `share/man/man1` | `man flopwatch-check`, with `bin` of the prefix on `PATH` |
+
+With the prefix `/usr` or `/usr/local` all of them are found without a setting.
 """
 
 
@@ -38,7 +53,7 @@ def page() -> str:
     """Return the content of docs/commands.md, without the notice."""
     statuses = "\n".join(f"| {' | '.join(row)} |" for row in STATUSES).replace("{plugins}", PLUGINS)
     parts = [HEAD.format(statuses=statuses)]
-    commands = _choices(_parser())
+    commands = choices(_parser())
     shared = {name: _rows(commands[name]) for name in ("exporter", "ledger")}
     shared["exporter"] = [row for row in shared["exporter"] if "--release" not in row]  # not a setting
     for name in COMMANDS:
@@ -46,7 +61,7 @@ def page() -> str:
     return "".join(parts)
 
 
-def _choices(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+def choices(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
     """Return the parsers of a parser's commands, by name."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
@@ -64,25 +79,37 @@ def _describe(parser: argparse.ArgumentParser, shared: Mapping[str, Sequence[str
         yield "\n| argument | meaning |\n|---|---|\n" + "\n".join(rows) + "\n"
     for name in others:
         yield f"\nIt also takes the flags of `{name}`.\n"
-    for inner in _choices(parser).values():
+    for inner in choices(parser).values():
         yield f"\n### {inner.prog.removeprefix('flopwatch ')}\n\n"
         yield from _describe(inner, shared)
 
 
 def _rows(parser: argparse.ArgumentParser) -> list[str]:
     """Return the table's rows of a parser's arguments."""
-    actions = [action for action in parser._actions if not isinstance(action, argparse._SubParsersAction)]
-    return [row for action in actions if (row := _row(action))]
+    return [_row(action) for action in parser._actions if shown(action)]
+
+
+def shown(action: argparse.Action) -> bool:
+    """Return whether an argument is documented: not --help, not hidden, and not the choice of a command."""
+    hidden = isinstance(action, argparse._HelpAction | argparse._SubParsersAction)
+    return not hidden and action.help != argparse.SUPPRESS
+
+
+def help_text(action: argparse.Action) -> str:
+    """Return the help of an argument with its placeholders filled in."""
+    return (action.help or "") % {**vars(action), "prog": "flopwatch"}
+
+
+def name_and_value(action: argparse.Action, name: str = "") -> str:
+    """Return one name of an argument, and the word for its value."""
+    value = "{" + ",".join(map(str, action.choices)) + "}" if action.choices else action.metavar or action.dest.upper()
+    return " ".join(filter(None, (name, "" if action.nargs == 0 else str(value))))
 
 
 def _row(action: argparse.Action) -> str:
-    """Return the table's row of an argument, "" for --help and for hidden ones."""
-    if isinstance(action, argparse._HelpAction) or action.help == argparse.SUPPRESS:
-        return ""
-    value = "{" + ",".join(map(str, action.choices)) + "}" if action.choices else action.metavar or action.dest.upper()
-    names = action.option_strings[:1]
-    if isinstance(action, argparse.BooleanOptionalAction):
-        names = [", ".join(action.option_strings)]
-    name = " ".join([*names, *([str(value)] if action.nargs != 0 else [])]).replace("|", "\\|")
-    text = (action.help or "") % {**vars(action), "prog": "flopwatch"}
+    """Return the table's row of an argument."""
+    name = ", ".join(
+        action.option_strings if isinstance(action, argparse.BooleanOptionalAction) else action.option_strings[:1]
+    )
+    name, text = name_and_value(action, name).replace("|", "\\|"), help_text(action)
     return f"| `{name}` | {text.replace('|', chr(92) + '|').replace('<', '&lt;')} |"

@@ -1,4 +1,4 @@
-"""Write the generated pages of docs/, and the generated parts of other pages and of README.md.
+"""Write the generated pages of docs/, the generated parts of other pages, and completion and man pages in contrib/.
 
 python -m docs.generate
 """
@@ -17,7 +17,9 @@ import yaml
 from alerts import AlertSettings
 from alerts.recording import EVERY, records
 from docs import commands
+from docs.completion import scripts
 from docs.levels import core, core_json
+from docs.manual import man_pages
 from flopwatch.catalogue import (
     FLOPWATCH_XID_SOURCE_UP,
     GPU_XID_ERRORS_TOTAL,
@@ -299,12 +301,15 @@ def pages() -> dict[Path, str]:
         stragglers: between_marks(stragglers, confusion.summary(verdicts) + "\n"),
         simulate: between_marks(simulate, confusion.markdown(verdicts) + "\n"),
         readme: between_marks(readme, key_metrics()),
+        **{ROOT / "contrib" / "completion" / name: text for name, text in scripts().items()},
+        **{ROOT / "contrib" / "man" / name: text for name, text in man_pages().items()},
     }
 
 
 def main() -> None:
     """Write the generated pages and tables."""
     for path, content in pages().items():
+        path.parent.mkdir(exist_ok=True)
         path.write_text(content, encoding="utf-8")
 
 

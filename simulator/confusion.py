@@ -11,7 +11,7 @@ import os
 import random
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from math import inf
@@ -28,6 +28,7 @@ from simulator.kinds import SCENARIOS, TroubleKind
 from simulator.ledger_series import P99_OF, disturbed, records
 from simulator.parallel_cases import LAYOUTS, late_rank
 from simulator.parallel_step import Layout
+from simulator.progress import progress
 from simulator.ranks import PER_HOST, SynchronousJob, no_delay
 from simulator.verdicts import SECONDS, AlertOutcome, KindScore, score
 
@@ -223,6 +224,11 @@ def evaluate(seeds: int, first: int = 1, hours: float = HEALTHY_HOURS) -> dict[s
                 for seed in range(first, first + seeds)
             ]
             rows.append((row, waiting))
+        everything: list[Future[Any]] = [*healthy, *(future for _, futures in rows for future in futures)]
+        with progress(f"Judging {len(everything):,} jobs", len(everything)) as advance:
+            for one in as_completed(everything):
+                one.result()
+                advance(1)
         for row, futures in rows:
             row.jobs += [future.result() for future in futures]
         named = sum(future.result() for future in healthy)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 
-Action = Callable[[float], None]
+Action = Callable[[float], object]
 
 
 class EventQueue:

@@ -24,6 +24,7 @@ from flopwatch.verdicts.stragglers import StragglerVerdict
 from flopwatch.verdicts.waits import POINT_TO_POINT, Array, Communicator, Interval
 from simulator.parallel_cases import KINDS, ParallelCase, case, healthy
 from simulator.parallel_step import Layout, Step, steps
+from simulator.progress import progress
 
 STEPS, SECONDS = 6, 15.0  # of an interval: steps of 2.5 s, and a report of each host in 15 s
 WELL, DISTURBED = 4, 8  # intervals
@@ -173,7 +174,13 @@ def evaluate(seeds: int, first: int = 1, kinds: Sequence[str] = tuple(KINDS)) ->
             for kind in kinds
         }
         named = {kind for kind in kinds if (job := case(kind, first)).ranks and job.verdict != "no suspect"}
-        return [KindOutcomes(kind, kind in named, list(outcomes)) for kind, outcomes in found.items()]
+        rows = [KindOutcomes(kind, kind in named) for kind in found]
+        with progress(f"Judging {seeds * len(rows):,} jobs", seeds * len(rows)) as advance:
+            for row in rows:
+                for outcome in found[row.kind]:
+                    row.outcomes.append(outcome)
+                    advance(1)
+        return rows
 
 
 def table(rows: Sequence[KindOutcomes]) -> str:

@@ -17,11 +17,13 @@ from simulator.jobs import TrainingJob
 from simulator.judge import FleetJudgement, judge
 from simulator.metrics import Line, scrape, write
 from simulator.nodes import EPOCH, Noise, Record
+from simulator.progress import progress
 from simulator.topology import Topology
 from simulator.truth import RunTruth
 from simulator.world import SimulatedCluster
 
 HOUR = 3600.0
+PARTS = 200  # steps of the progress bar
 RECORD_INTERVAL = 30.0  # seconds; the ledger counts a run as down after 60 s without a record
 
 
@@ -202,7 +204,10 @@ def simulate(
         look if scraped is not None else None,
         step,
     )
-    truths = world.run()
+    with progress(f"Simulating {scenario.days:g} days", PARTS) as advance:
+        for part in range(1, PARTS + 1):
+            world.at(scenario.days * 86400 * part / PARTS, lambda _: advance(1))
+        truths = world.run()
     if scraped is not None:
         look(world, max(truth.end or 0.0 for truth in truths) - EPOCH + step)
     if metrics is not None:

@@ -21,6 +21,7 @@ from typing import Any
 from flopwatch.settings import SettingsError
 from simulator.kinds import SCENARIOS, ExpectedVerdict, TroubleKind
 from simulator.ledger_series import ledger_series
+from simulator.progress import progress
 from simulator.promtool import rule_test
 from simulator.ranks import INTERVAL, PER_HOST, Series, SynchronousJob, Values
 
@@ -119,18 +120,20 @@ def evaluate(
     if program is None:
         raise SettingsError(f"--promtool {promtool}: no such program")
     drawn = [(kind, seed) for kind in chosen for seed in range(first, first + seeds)]
-    for begin in range(0, len(drawn), BATCH):
-        truths: dict[str, tuple[TroubleKind, ExpectedVerdict, float]] = {}
-        jobs = []
-        for kind, seed in drawn[begin : begin + BATCH]:
-            name = f"{kind.name}-{seed}"
-            trouble, truth = kind.make(random.Random(f"{name} trouble"))
-            truths[name] = kind, truth, trouble.at
-            jobs.append(SynchronousJob(name, f"{name} job", trouble, SECONDS[scenario]))
-        outcomes = _evaluate(scenario, jobs, shipped, str(Path(program).absolute()))
-        for name, (kind, truth, at) in truths.items():
-            row = rows.setdefault(kind.name, KindScore(kind))
-            score(row, truth, outcomes.get(name, AlertOutcome()), at)
+    with progress(f"Judging {len(drawn):,} jobs", len(drawn)) as advance:
+        for begin in range(0, len(drawn), BATCH):
+            truths: dict[str, tuple[TroubleKind, ExpectedVerdict, float]] = {}
+            jobs = []
+            for kind, seed in drawn[begin : begin + BATCH]:
+                name = f"{kind.name}-{seed}"
+                trouble, truth = kind.make(random.Random(f"{name} trouble"))
+                truths[name] = kind, truth, trouble.at
+                jobs.append(SynchronousJob(name, f"{name} job", trouble, SECONDS[scenario]))
+            outcomes = _evaluate(scenario, jobs, shipped, str(Path(program).absolute()))
+            for name, (kind, truth, at) in truths.items():
+                row = rows.setdefault(kind.name, KindScore(kind))
+                score(row, truth, outcomes.get(name, AlertOutcome()), at)
+            advance(len(truths))
     return Verdicts(scenario, tuple(rows.values()))
 
 

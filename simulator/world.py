@@ -80,6 +80,10 @@ class SimulatedCluster:
         self._events.run(lambda: all(state.done for state in self.jobs))
         return [state.truth for state in self.jobs]
 
+    def at(self, t: float, action: Callable[[float], object]) -> None:
+        """Call `action` with the virtual time at that time in seconds, if a job is not done by then."""
+        self._events.at(t, action)
+
     def _look(self, look: Callable[[SimulatedCluster, float], object], every: float, t: float) -> None:
         look(self, t)
         self._events.at(t + every, partial(self._look, look, every))

@@ -12,6 +12,7 @@ import sys
 import sysconfig
 import time
 import urllib.request
+import zipfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
@@ -503,6 +504,13 @@ def test_a_wheel_made_as_in_the_image_stands_without_the_checkout(tmp_path: Path
         env={**os.environ, **alone, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"},
     )
     (wheel,) = wheels.iterdir()
+    shared = {name.partition(".data/data/share/")[2] for name in zipfile.ZipFile(wheel).namelist()} - {""}
+    assert shared == {
+        "bash-completion/completions/flopwatch",
+        "zsh/site-functions/_flopwatch",
+        "fish/vendor_completions.d/flopwatch.fish",
+        *(f"man/man1/{page.name}" for page in (ROOT / "contrib" / "man").iterdir()),
+    }
     subprocess.run([*pip, "install", "--no-deps", "--no-compile", "--target", target, wheel], check=True, timeout=300)
 
     elsewhere = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

@@ -102,7 +102,7 @@ attempt 1 failed: unknown, 0.28 GPU-hours lost; nothing was seen that explains i
 def test_export_holds_every_attempt_and_they_add_up_to_the_run(
     ledger: Ledger, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    record = json_of(ledger, capsys, "export", "loop", "--format", "json")
+    record = json_of(ledger, capsys, "export", "loop", "--format", "csv", "--json")
     expected = replay(LOOP.splitlines())[0]["runs"]["loop"]
     assert (record["buckets"], record["gpu_seconds"]) == (expected["buckets"], expected["gpu_seconds"])
     assert {name: record["summary"][name] for name in ("goodput", "wall_seconds", "ends")} == {

@@ -101,7 +101,7 @@ def url(tmp_path_factory: pytest.TempPathFactory, base: float) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def report(url: str) -> dict[str, Any]:
-    answer = flopwatch("r", "--prometheus", url, "--lookback", "4h", "--format", "json", "--price", "2.5")
+    answer = flopwatch("r", "--prometheus", url, "--lookback", "4h", "--json", "--price", "2.5")
     assert answer.stderr == ""
     result: dict[str, Any] = json.loads(answer.stdout)
     return result

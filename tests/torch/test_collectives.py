@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -116,7 +117,11 @@ def test_the_stacks_of_a_blocked_rank_are_written(hanging: tuple[HookServer, lis
     assert main_thread(stuck.stdout).endswith("in stuck_in_the_loader\n")
     assert "in backward" in main_thread(waiting.stdout)  # DDP's reducer waits in backward's last callback
     # A process can be asked again, and keeps running.
-    assert run_stacks(processes[1].pid).returncode == 0
+    again = json.loads(run_stacks(processes[1].pid, "--json").stdout)
+    assert (again["pid"], again["process"]) == (processes[1].pid, stuck.stdout.splitlines()[0])
+    assert [len(thread["frames"]) > 0 for thread in again["threads"]] == [True] * stuck.stdout.count("\nthread ")
+    (main,) = (thread for thread in again["threads"] if thread["thread"].startswith("thread MainThread ("))
+    assert main["frames"][-1].endswith("in stuck_in_the_loader")
     assert [process.poll() for process in processes] == [None, None]
 
 

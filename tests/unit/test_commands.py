@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from docs.commands import choices
 from flopwatch.__main__ import _parser, main
 from flopwatch.catalogue import all_metrics
 from flopwatch.flops.peaks import names
@@ -86,6 +89,17 @@ def test_a_part_of_a_cards_name_is_refused_with_the_names_it_is_part_of(capsys: 
     assert "of this name" not in capsys.readouterr().err
 
 
+def test_every_command_prints_json_but_servers_and_the_training_script() -> None:
+    def below(parser: argparse.ArgumentParser) -> Iterator[str]:
+        inner = choices(parser)
+        if not inner and "--json" not in parser._option_string_actions:
+            yield parser.prog.removeprefix("flopwatch ")
+        for one in inner.values():
+            yield from below(one)
+
+    assert list(below(_parser())) == ["exporter", "ledger serve", "run", "boards", "kmsg"]
+
+
 def test_metrics_and_maintenance_are_printed_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["metrics", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
@@ -95,12 +109,10 @@ def test_metrics_and_maintenance_are_printed_as_json(tmp_path: Path, capsys: pyt
     assert [row["name"] for row in json.loads(capsys.readouterr().out)] == [row["name"] for row in rows if row["key"]]
     state = ["--state", str(tmp_path)]
     answers = []
-    for action in ([], ["start", "--for", "2h"], ["stop"]):
-        if action:
-            assert main(["maintenance", *action, *state]) == 0
-        capsys.readouterr()
-        assert main(["maintenance", "list", "--json", *state]) == 0
+    for action in (["list"], ["start", "--for", "2h"], ["list"], ["stop"]):
+        assert main(["maintenance", *action, "--json", *state]) == 0
         answers.append(json.loads(capsys.readouterr().out))
+    assert answers.pop(2) == pytest.approx(answers[1], abs=0.001)
     assert [answer["in_maintenance"] for answer in answers] == [False, True, False]
     assert answers[0]["until_timestamp_seconds"] is None
     assert answers[1]["until_timestamp_seconds"] == pytest.approx(time.time() + 7200, abs=60)

@@ -1,6 +1,7 @@
 """`flopwatch capture`: save what this host's GPU driver, sysfs and kernel log return, as a test case."""
 
 import argparse
+import json
 import os
 import pwd
 from contextlib import suppress
@@ -30,19 +31,17 @@ def run(options: argparse.Namespace) -> None:
         from flopwatch.simulate.pynvml import Simulation
 
         library = Simulation(options.simulated)
-    taken = capture(
-        library,
-        options.sysfs,
-        options.kmsg,
-        [options.host, ExporterSettings().host],
-        [*options.mask, *_people()],
-        options.reads,
-        pause=lambda: time.sleep(options.pause),
-    )
+    hosts, words, pause = [options.host, ExporterSettings().host], [*options.mask, *_people()], options.pause
+    wait = partial(time.sleep, pause)
+    taken = capture(library, options.sysfs, options.kmsg, hosts, words, options.reads, pause=wait)
     try:
         taken.write(options.folder)
     except OSError as error:
         raise SettingsError(f"cannot write the capture: {error}") from error
+    if options.json:
+        facts = {"folder": str(options.folder), "files": sorted(map(str, taken.files)), "missing": list(taken.missing)}
+        print(json.dumps(facts, indent=2))
+        return
     print(f"captured {len(taken.files)} files in {options.folder}; look through them before you publish them")
     for line in taken.missing:
         print(f"not captured: {line}")
@@ -66,6 +65,7 @@ def add(commands: Commands) -> None:
     node = ExporterSettings()
     parser = command(commands, "capture", run, "record this node's GPUs and ports, identities masked, as a test case")
     parser.add_argument("folder", type=Path, metavar="DIR", help="where to put it; must not exist")
+    parser.add_argument("--json", action="store_true", help="print JSON: the files, and what is missing")
     add = partial(flag, parser)
     add("--reads", "N", "how often to read everything (default 2)", _reads, default=2)
     add("--pause", "SECONDS", "between the reads, for counters to move (default 3)", seconds, default=3.0)

@@ -59,11 +59,9 @@ def _mounts(process: Path) -> int:
 
 def add(commands: Commands) -> None:
     """Register the command and its flags."""
-    parser = command(
-        commands, "doctor", run, "show what an exporter with these flags can read here, and why it cannot read the rest"
-    )
+    text = "show what an exporter with these flags can read here, and why it cannot read the rest"
+    parser = command(commands, "doctor", run, text)
     parser.add_argument("--json", action="store_true", help="print JSON, which the text abbreviates")
-    parser.add_argument(
-        "--running", action="store_true", help="use the flags of the exporter that runs here; given flags override them"
-    )
+    text = "use the flags of the exporter that runs here; given flags override them"
+    parser.add_argument("--running", action="store_true", help=text)
     flags(parser)

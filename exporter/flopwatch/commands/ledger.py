@@ -99,6 +99,7 @@ def add(commands: Commands) -> None:
         if name == "export":
             text = "the whole record as JSON, or a row per attempt as CSV (default json)"
             add("--format", choices=("json", "csv"), default="json", help=text)
+            add("--json", action="store_const", const="json", dest="format", help="the same as --format json")
         else:
             add("--json", action="store_true", help="print JSON instead of a table")
         text = "the ledger, or an exporter with --ledger embedded (default %(default)s)"

@@ -11,12 +11,12 @@ from flopwatch.settings import ExporterSettings, SettingsError
 
 def start(options: argparse.Namespace) -> None:
     """Start the host's maintenance, or change its end."""
-    _write(options.state, time.time() + options.time)
+    _write(options, time.time() + options.time)
 
 
 def stop(options: argparse.Namespace) -> None:
     """End the host's maintenance now."""
-    _write(options.state, time.time())
+    _write(options, time.time())
 
 
 def show(options: argparse.Namespace) -> None:
@@ -26,27 +26,26 @@ def show(options: argparse.Namespace) -> None:
     ends, problem = until(options.state)
     if problem:
         raise SettingsError(f"{options.state / FILE} {problem}")
-    now = time.time()
-    answer = {"in_maintenance": ends is not None and ends > now, "until_timestamp_seconds": ends}
-    print(json.dumps(answer) if options.json else _state(ends))
+    _print(options, ends)
 
 
-def _write(folder: Path, ends: float) -> None:
+def _write(options: argparse.Namespace, ends: float) -> None:
     from flopwatch.node.collectors import replace_file
     from flopwatch.node.maintenance import FILE
 
-    path = folder / FILE
+    path = options.state / FILE
     try:
         replace_file(path, f"{ends:.3f}\n", 0o644)  # the exporter runs as another user, whatever the umask here
     except OSError as error:
         raise SettingsError(f"cannot write {path}: {error.strerror}; is --state the exporter's?") from None
-    print(_state(ends))
+    _print(options, ends)
 
 
-def _state(ends: float | None) -> str:
-    if ends is None or ends <= time.time():
-        return "not in maintenance"
-    return f"in maintenance until {time.strftime('%Y-%m-%d %H:%M:%S %z', time.localtime(ends))}"
+def _print(options: argparse.Namespace, ends: float | None) -> None:
+    lasts = ends is not None and ends > time.time()
+    until = f"in maintenance until {time.strftime('%Y-%m-%d %H:%M:%S %z', time.localtime(ends))}"
+    answer = {"in_maintenance": lasts, "until_timestamp_seconds": ends}
+    print(json.dumps(answer) if options.json else until if lasts else "not in maintenance")
 
 
 def _duration(text: str) -> float:
@@ -70,8 +69,7 @@ def add(commands: Commands) -> None:
         ("list", show, "print when it ends"),
     ):
         action = command(actions, name, run, what)
-        if name == "list":
-            action.add_argument("--json", action="store_true", help="print JSON")
+        action.add_argument("--json", action="store_true", help="print JSON")
         if name == "start":
             flag(action, "--for", "TIME", "how long: 90m, 2h, 3d", _duration, dest="time", required=True)
         flag(action, "--state", "DIR", "the exporter's state folder (default %(default)s)", Path, default=state)

@@ -65,4 +65,5 @@ def add(commands: Commands) -> None:
     add("--lookback", type=_duration, default=90 * 86_400.0, metavar="TIME", help=lookback)
     add("--price", type=_price, metavar="X", help="price of a GPU-hour, to show losses in money")
     add("--format", choices=("html", "markdown", "json"), help="default: by the suffix of --out, else html")
+    add("--json", action="store_const", const="json", dest="format", help="the same as --format json")
     add("--out", type=Path, metavar="FILE", help="file to write (default standard output)")

@@ -397,6 +397,12 @@ def test_the_command_captures_a_node_and_refuses_a_folder_that_is_there(
         f"{tmp_path}/capture; look through them before you publish them",
         f"not captured: kernel log {tmp_path}/none: No such file or directory; as root it can be read",
     ]
+    again = tmp_path / "again"
+    assert main(["capture", str(again), *command[2:], "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert {again / name for name in facts["files"]} <= set(again.rglob("*"))
+    assert len(facts["files"]) > 100
+    assert facts["missing"] == [f"kernel log {tmp_path}/none: No such file or directory; as root it can be read"]
     assert main(command) == 1
     assert capsys.readouterr().err == (
         f"flopwatch: {tmp_path}/capture is there already; give a folder that does not exist yet\n"
