@@ -89,7 +89,7 @@ def test_a_part_of_a_cards_name_is_refused_with_the_names_it_is_part_of(capsys: 
     assert "of this name" not in capsys.readouterr().err
 
 
-def test_every_command_prints_json_but_servers_and_the_training_script() -> None:
+def test_every_command_prints_json_but_servers_the_live_view_and_the_script() -> None:
     def below(parser: argparse.ArgumentParser) -> Iterator[str]:
         inner = choices(parser)
         if not inner and "--json" not in parser._option_string_actions:
@@ -97,7 +97,7 @@ def test_every_command_prints_json_but_servers_and_the_training_script() -> None
         for one in inner.values():
             yield from below(one)
 
-    assert list(below(_parser())) == ["exporter", "ledger serve", "run", "boards", "kmsg"]
+    assert list(below(_parser())) == ["exporter", "ledger serve", "run", "top", "boards", "kmsg"]
 
 
 def test_metrics_and_maintenance_are_printed_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
