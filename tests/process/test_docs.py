@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from demo.servers import find
+from docs.generate import pages, written
 from flopwatch.catalogue import BY_NAME
 from flopwatch.node.scrape.compat import ALIASES
 from tests.support import ROOT
@@ -26,6 +27,15 @@ from tests.support.commands import assert_commands_exist
 from tests.support.machine import PATIENCE
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+# The pages of the site. CHANGELOG.md is a list of all changes and grows with each.
+SITE = [
+    *PAGES,
+    *sorted((ROOT / "docs" / "adr").glob("*.md")),
+    *sorted((ROOT / "alerts" / "runbooks").glob("*.md")),
+    *(ROOT / name for name in ("CONTRIBUTING.md", "RELEASE.md", "SECURITY.md")),
+]
+MAX_WORDS = 1500
+TO_BE_CUT = {"docs/kubernetes.md"}
 SHELL = ("sh", "bash", "console")
 
 
@@ -95,6 +105,11 @@ BLOCKS: dict[str, dict[str, Ran | Elsewhere | Needs]] = {
         "flopwatch doctor": Elsewhere("tests/process/test_doctor.py"),
         "flopwatch report": Elsewhere("tests/process/test_report.py"),
     },
+    "accuracy.md": {
+        "flopwatch simulate --scenario stragglers": Elsewhere("tests/rules/test_kinds.py"),
+        "flopwatch simulate --scenario parallel": Elsewhere("tests/unit/simulator/test_parallel_judge.py"),
+        "flopwatch simulate --scenario verdicts": Elsewhere("tests/unit/simulator/test_confusion.py"),
+    },
     "adding.md": {"make generate": Needs("the example of the page in the tree")},
     "alerts.md": {
         "python -m alerts OUT": Ran(
@@ -153,9 +168,11 @@ BLOCKS: dict[str, dict[str, Ran | Elsewhere | Needs]] = {
     "mfu.md": {
         "curl -s 127.0.0.1:9450": Ran(r"training_model_flops_total\{", before=f"{EXPORTER}\n{JOB}"),
         'flopwatch peak "NVIDIA H200"': Ran("NVIDIA H200 bf16: 989.4 TFLOP/s"),
+    },
+    "model-flops.md": {
         "flopwatch flops Llama-3-8B": Ran(
             "8,030,261,248", replace=(("Llama-3-8B/config.json", "tests/captures/configs/llama-3-8b.json"),)
-        ),
+        )
     },
     "otlp.md": {
         "export FLOPWATCH_ENDPOINT": Ran(),
@@ -170,16 +187,15 @@ BLOCKS: dict[str, dict[str, Ran | Elsewhere | Needs]] = {
         "flopwatch simulate --scenario healthy": Elsewhere("tests/rules/test_fleet.py"),
         "flopwatch simulate --scenario crash_loop --history": Ran("history.jsonl|goodput"),
         "flopwatch simulate --scenario leaf_failure --metrics": Elsewhere("tests/rules/test_fleet.py"),
-        "flopwatch simulate --scenario stragglers": Elsewhere("tests/rules/test_kinds.py"),
-        "flopwatch simulate --scenario parallel": Elsewhere("tests/unit/simulator/test_parallel_judge.py"),
-        "flopwatch simulate --scenario verdicts": Elsewhere("tests/unit/simulator/test_confusion.py"),
         "python -m demo.rehearsal leaf_failure --pages 1\npython": Elsewhere("tests/rules/test_incidents.py"),
         "python -m demo.rehearsal leaf_failure --pages 1": Elsewhere("tests/rules/test_incidents.py"),
     },
-    "stragglers.md": {
-        "flopwatch whatif": Ran("slowdown 1\\.973(.|\n)*replica 0, stage 0 +1\\.979(.|\n)*1 mended +23\\.446 s"),
+    "stacks.md": {
         "flopwatch ledger show RUN": Elsewhere("tests/process/test_hang_stacks.py"),
         "flopwatch stacks 4711": Elsewhere("tests/torch/test_collectives.py"),
+    },
+    "stragglers.md": {
+        "flopwatch whatif": Ran("slowdown 1\\.973(.|\n)*replica 0, stage 0 +1\\.979(.|\n)*1 mended +23\\.446 s")
     },
     "tls.md": {
         "flopwatch ledger serve": Elsewhere("tests/process/test_tls.py"),
@@ -314,13 +330,21 @@ def test_the_blocks_that_can_run_do(page: Path, tmp_path: Path) -> None:
         assert re.search(shows, f"\n{parts[number]}"), output
 
 
-@pytest.mark.parametrize("name", ["dcgm", "faq", "first-straggler", "security"])
+@pytest.mark.parametrize("name", ["dcgm", "faq", "first-straggler", "threats"])
 def test_every_series_that_is_named_exists(name: str) -> None:
     text = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
     series = re.compile(r"(?<![\w./:-])(?:gpu|training|run|infiniband|nvlink|flopwatch)_[a-z_]+(?![\w*/-])")
     named = {name for quoted in re.findall(r"`([^`\n]+)`", text) for name in series.findall(quoted)}
     assert named
     assert {one for one in named if one not in BY_NAME and not one.endswith("_")} == set()
+
+
+def test_what_people_write_on_a_page_is_short() -> None:
+    generated = pages()
+    words = {page.relative_to(ROOT).as_posix(): len(written(page, generated).split()) for page in SITE}
+    assert words["docs/metrics.md"] == 0 < words["docs/check.md"] < len((ROOT / "docs/check.md").read_text().split())
+    # Delete what repeats on these, or make two pages for two readers.
+    assert {page: count for page, count in words.items() if count >= MAX_WORDS}.keys() == TO_BE_CUT
 
 
 def slug(heading: str) -> str:
