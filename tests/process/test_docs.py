@@ -66,10 +66,10 @@ EXPORTER = (
     "flopwatch exporter --simulate h100x8 --listen 127.0.0.1:9450 --state state >/dev/null 2>&1 &\n"
     "until curl -sf 127.0.0.1:9450/readyz >/dev/null; do sleep 0.1; done"
 )
-JOB = (
-    "FLOPWATCH_PUSH_INTERVAL=0.5 python -m simulator.job --out job >/dev/null 2>&1 &\n"
+UNTIL_FLOPS = (
     "until curl -s 127.0.0.1:9450/metrics | grep -q '^training_model_flops_total{.*} [1-9]'; do sleep 0.2; done"
 )
+JOB = f"FLOPWATCH_PUSH_INTERVAL=0.5 python -m simulator.job --out job >/dev/null 2>&1 &\n{UNTIL_FLOPS}"
 WAITS = (
     "until curl -s 127.0.0.1:9450/metrics | grep -Eq 'collective_wait.*\"3\"} [0.]*[1-9]'; do sleep 0.2; done\n"
     "until curl -s 127.0.0.1:9450/v1/runs | grep -q first; do sleep 0.2; done"
@@ -81,6 +81,19 @@ WAIT_FOR_LEDGER = (
 LEDGER = f"""flopwatch ledger serve --state books >/dev/null 2>&1 &
 until curl -sf 127.0.0.1:9451/healthz >/dev/null; do sleep 0.1; done
 curl -sf -o /dev/null -H 'Content-Type: application/json' --data-binary @{HISTORY} 127.0.0.1:9451/v1/snapshots"""
+TRAIN = "cp tests/scripts/embedding.py train.py"
+# Stand-ins for Slurm's commands on one host. The job's processes end with it, as they do in Slurm.
+SLURM = f"""{TRAIN}
+export SLURM_JOB_ID=3 SLURM_NNODES=1 SLURM_JOB_NODELIST=127.0.0.1 SLURM_SUBMIT_HOST=127.0.0.1
+mkdir -p slurm; PATH=$PWD/slurm:$PATH
+printf '%s\\n' '#!/bin/sh' 'while [ "$1" != "${{1#-}}" ]; do [ "$1" != --jobid ] || shift; shift; done' \\
+    'exec "$@"' > slurm/srun
+printf '%s\\n' '#!/bin/sh' 'echo 127.0.0.1' > slurm/scontrol
+printf '%s\\n' '#!/bin/sh' '[ "$*" != "${{*%\\%A}}" ] && echo 3' > slurm/squeue
+chmod +x slurm/*
+sbatch() {{
+    bash -c 'trap "kill \\$(jobs -p) 2>/dev/null; wait" EXIT; trap exit TERM; . ./'$1 > slurm-3.out 2>&1 &
+}}"""
 CLUSTER, ENGINE = Needs("a Kubernetes cluster"), Needs("a container engine")
 PAGE = Elsewhere("tests/process/test_boards.py")
 SYSTEMD = Needs("root, and systemd as the first process")
@@ -174,6 +187,28 @@ BLOCKS: dict[str, dict[str, Ran | Elsewhere | Needs]] = {
             "8,030,261,248", replace=(("Llama-3-8B/config.json", "tests/captures/configs/llama-3-8b.json"),)
         )
     },
+    "one-gpu.md": {
+        "pip install": Elsewhere("tests/process/test_installs.py"),
+        "flopwatch exporter": Ran(replace=(("~/flopwatch-state", "state --simulate h100x8"),)),
+        "flopwatch run": Ran(
+            before=TRAIN, replace=(("train.py", "--peak-flops 1e12 --peak-source test train.py > train.out 2>&1 &"),)
+        ),
+        "curl -s": Ran(r"MFU \d", before=UNTIL_FLOPS),
+        "flopwatch ledger show": Ran("first: running(.|\n)*productive", before=WAIT_FOR_LEDGER),
+        "cat > prometheus.yml": Ran(
+            "first",
+            replace=(
+                (
+                    "prometheus-data &",
+                    "prometheus-data > prometheus.out 2>&1 &\n"
+                    'until promtool query instant http://127.0.0.1:9090 \'ALERTS{alertname="FlopwatchWatchdog"}'
+                    ' * on () group_right () training_steps_total{run="first"}\' 2>&1'
+                    " | grep first; do sleep 0.5; done",
+                ),
+            ),
+        ),
+        "flopwatch boards": PAGE,
+    },
     "otlp.md": {
         "export FLOPWATCH_ENDPOINT": Ran(),
         "victoria-metrics": Elsewhere("tests/process/test_otlp_out.py"),
@@ -189,6 +224,24 @@ BLOCKS: dict[str, dict[str, Ran | Elsewhere | Needs]] = {
         "flopwatch simulate --scenario leaf_failure --metrics": Elsewhere("tests/rules/test_fleet.py"),
         "python -m demo.rehearsal leaf_failure --pages 1\npython": Elsewhere("tests/rules/test_incidents.py"),
         "python -m demo.rehearsal leaf_failure --pages 1": Elsewhere("tests/rules/test_incidents.py"),
+    },
+    "slurm-quickstart.md": {
+        "pip install": Elsewhere("tests/process/test_installs.py"),
+        "(umask 077": Ran(replace=(("/tmp/flopwatch-ledger &", "ledger > ledger.out 2>&1 &"),)),
+        "cat > first.sbatch": Ran(
+            before=SLURM,
+            replace=(
+                ("--nproc-per-node 8", "--nproc-per-node 2"),
+                ("flopwatch exporter", "flopwatch exporter --simulate h100x8"),
+                ('"/tmp/flopwatch-$SLURM_JOB_ID"', "state"),
+            ),
+        ),
+        "flopwatch ledger show": Ran(
+            r"first: running, 1 attempts(.|\n)*productive(.|\n)*\n1 slurm-3",
+            before="until flopwatch ledger show first --url http://127.0.0.1:9451 --token-file ledger-token 2>&1"
+            " | grep -q productive; do sleep 0.2; done",
+        ),
+        "srun --overlap --jobid": Ran("OK - .* gpus=8 ports=9"),
     },
     "stacks.md": {
         "flopwatch ledger show RUN": Elsewhere("tests/process/test_hang_stacks.py"),
