@@ -14,9 +14,12 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from alerts import AlertSettings, rules
+from dashboards.__main__ import BOARDS
 from demo.servers import find
 from docs.generate import pages, written
 from flopwatch.catalogue import BY_NAME
@@ -145,6 +148,7 @@ BLOCKS: dict[str, dict[str, Ran | Elsewhere | Needs]] = {
         ),
         "flopwatch ledger list": Ran(r"first +running(.|\n)*productive", before=WAIT_FOR_LEDGER),
     },
+    "for-oncall.md": {"flopwatch check -v": Elsewhere("tests/process/test_check.py")},
     "frameworks.md": {"export FLOPWATCH_RUN": Elsewhere("tests/torch/test_frameworks_docs.py")},
     "goodput.md": {"flopwatch ledger replay": Ran("0.760|76.0")},
     "install.md": {
@@ -398,6 +402,35 @@ def test_what_people_write_on_a_page_is_short() -> None:
     assert words["docs/metrics.md"] == 0 < words["docs/check.md"] < len((ROOT / "docs/check.md").read_text().split())
     # Delete what repeats on these, or make two pages for two readers.
     assert {page: count for page, count in words.items() if count >= MAX_WORDS}.keys() == TO_BE_CUT
+
+
+@for_each(sorted((ROOT / "docs").glob("for-*.md")), lambda page: page.name)
+def test_the_page_for_a_persona_is_short_and_names_what_exists(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert len(text.split()) <= 400
+    alerts = set(re.findall(r"\b(?:Training|Gpu|Node|Leaf|Infiniband|Flopwatch)[A-Z]\w+", text))
+    assert {name for name in alerts if not (ROOT / "alerts" / "runbooks" / f"{name}.md").is_file()} == set()
+    boards = {board["title"] for board in BOARDS.values()}
+    for header, rows in re.findall(r"^\| question \|(.*)\|\n\|.*\n((?:\|.*\n)+)", text, re.M):
+        if header.split("|")[0].strip() == "board":
+            named = [name for row in rows.splitlines() for name in row.split("|")[2].strip().split(", ") if name]
+            assert len(named) >= 5
+            assert set(named) <= boards
+    assert_commands_exist("\n".join(re.findall(r"`(flopwatch [^`]+)`", text)))
+
+
+def test_each_page_of_the_table_for_the_engineer_on_call_is_one() -> None:
+    text = (ROOT / "docs" / "for-oncall.md").read_text(encoding="utf-8")
+    named = {name for row in re.findall(r"^\| ([A-Z][\w, ]+) \|", text, re.M) for name in row.split(", ")}
+    groups: Any = rules(AlertSettings())["groups"]
+    pages = {
+        rule["alert"]
+        for group in groups
+        for rule in group["rules"]
+        if rule.get("labels", {}).get("severity") == "critical" and "alert" in rule
+    }
+    assert len(named) >= 8
+    assert named <= pages
 
 
 def slug(heading: str) -> str:
