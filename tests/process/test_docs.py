@@ -20,7 +20,9 @@ import pytest
 
 from alerts import AlertSettings, rules
 from dashboards.__main__ import BOARDS
+from demo.pictures import BOARD_HEIGHTS, END, HOME, demo_frame
 from demo.servers import find
+from demo.stack import StackError
 from docs.generate import pages, written
 from flopwatch.catalogue import BY_NAME
 from flopwatch.node.scrape.compat import ALIASES
@@ -431,6 +433,25 @@ def test_each_page_of_the_table_for_the_engineer_on_call_is_one() -> None:
     }
     assert len(named) >= 8
     assert named <= pages
+
+
+def test_each_picture_is_small_and_taken_by_make_screenshots() -> None:
+    shown = {
+        (page.parent / name).resolve()
+        for page in SITE
+        for name in re.findall(r"!\[[^]]*\]\(([^)]+\.png)\)", page.read_text(encoding="utf-8"))
+    }
+    taken = {ROOT / "docs" / f"{name}.png" for name in (*BOARD_HEIGHTS, "demo", "report")}
+    assert shown == taken == set((ROOT / "docs").glob("*.png"))
+    assert [path for path in shown if path.stat().st_size > 350_000] == []
+    assert "python -m demo.pictures docs" in (ROOT / "Makefile").read_text(encoding="utf-8")
+
+
+def test_the_picture_of_the_demo_is_its_last_frame_with_the_message() -> None:
+    output = f"start{HOME}first{HOME}Slack [FIRING] one{HOME}Slack [FIRING] two\n\n{HOME}after the message{END}[FIRING]"
+    assert demo_frame(output) == "Slack [FIRING] two"
+    with pytest.raises(StackError, match="no message within 100 s"):
+        demo_frame(f"start{HOME}first")
 
 
 def slug(heading: str) -> str:
