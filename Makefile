@@ -55,8 +55,9 @@ docs: $(VENV)/.docs  ## the documentation as a site in site/, with every link ch
 
 viewer: $(PAGE)  ## the page of `flopwatch boards`; needs Node 20 or newer
 
-screenshots: $(VENV)/.dev $(PAGE)  ## every dashboard of a simulated cluster in a browser, as pictures in screenshots/
+screenshots: $(VENV)/.dev $(PAGE)  ## every dashboard of a simulated cluster as pictures in screenshots/, and the pictures of docs/
 	@$(BIN)/python -m demo.screenshots screenshots
+	@$(BIN)/python -m demo.pictures docs
 
 card: $(VENV)/.dev  ## check flopwatch on this machine's NVIDIA GPUs: PASS, FAIL or INFO per line, at most 10 minutes, or SECONDS
 	@$(BIN)/python -m bench.card $(if $(SECONDS),--seconds $(SECONDS))

@@ -189,7 +189,7 @@ parts = [
     ),
     d.timeseries(
         "Signs of a hang",
-        "Number of ranks that each sign points at while the run hangs. Expected: none. docs/stragglers.md explains the "
+        "Number of ranks that each sign points at while the run hangs. Expected: none. docs/hangs.md explains the "
         "signs and when a run hangs.",
         d.Query(f"max by (sign) ({m.RUN_HANG_SIGN_RANKS}{{{RUN}}})", "{{sign}}"),
         unit="none",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -252,6 +252,16 @@ def between_marks(path: Path, content: str) -> str:
     return marked
 
 
+def written(path: Path, generated: Mapping[Path, str]) -> str:
+    """Return the part of a page that people write. `generated` is what pages() returns."""
+    content = generated.get(path)
+    if content is None:
+        return path.read_text(encoding="utf-8")
+    if END not in content:  # the whole page is generated
+        return ""
+    return re.sub(f"{re.escape(NOTICE)}.*?{re.escape(END)}", "", content, flags=re.DOTALL)
+
+
 def llms() -> str:
     """Return docs/llms.txt: the pages with their first sentences, for language models (https://llmstxt.org)."""
     config = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
@@ -288,7 +298,7 @@ def _line(page: Path) -> str:
 def pages() -> dict[Path, str]:
     """Return the content of every file that this module writes, by path."""
     readme, check = ROOT / "README.md", ROOT / "docs" / "check.md"
-    stragglers, simulate = ROOT / "docs" / "stragglers.md", ROOT / "docs" / "simulate.md"
+    stragglers, accuracy = ROOT / "docs" / "stragglers.md", ROOT / "docs" / "accuracy.md"
     verdicts = json.loads(VERDICTS.read_text())
     return {
         ROOT / "docs" / "metrics.md": metrics(),
@@ -299,7 +309,7 @@ def pages() -> dict[Path, str]:
         CORE: core_json(),
         check: between_marks(check, health_rules()),
         stragglers: between_marks(stragglers, confusion.summary(verdicts) + "\n"),
-        simulate: between_marks(simulate, confusion.markdown(verdicts) + "\n"),
+        accuracy: between_marks(accuracy, confusion.markdown(verdicts) + "\n"),
         readme: between_marks(readme, key_metrics()),
         **{ROOT / "contrib" / "completion" / name: text for name, text in scripts().items()},
         **{ROOT / "contrib" / "man" / name: text for name, text in man_pages().items()},

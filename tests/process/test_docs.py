@@ -14,10 +14,16 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from alerts import AlertSettings, rules
+from dashboards.__main__ import BOARDS
+from demo.pictures import BOARD_HEIGHTS, END, HOME, demo_frame
 from demo.servers import find
+from demo.stack import StackError
+from docs.generate import pages, written
 from flopwatch.catalogue import BY_NAME
 from flopwatch.node.scrape.compat import ALIASES
 from tests.support import ROOT
@@ -26,6 +32,14 @@ from tests.support.commands import assert_commands_exist
 from tests.support.machine import PATIENCE
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+# The pages of the site. CHANGELOG.md is a list of all changes and grows with each.
+SITE = [
+    *PAGES,
+    *sorted((ROOT / "docs" / "adr").glob("*.md")),
+    *sorted((ROOT / "alerts" / "runbooks").glob("*.md")),
+    *(ROOT / name for name in ("CONTRIBUTING.md", "RELEASE.md", "SECURITY.md")),
+]
+MAX_WORDS = 1500
 SHELL = ("sh", "bash", "console")
 
 
@@ -56,10 +70,10 @@ EXPORTER = (
     "flopwatch exporter --simulate h100x8 --listen 127.0.0.1:9450 --state state >/dev/null 2>&1 &\n"
     "until curl -sf 127.0.0.1:9450/readyz >/dev/null; do sleep 0.1; done"
 )
-JOB = (
-    "FLOPWATCH_PUSH_INTERVAL=0.5 python -m simulator.job --out job >/dev/null 2>&1 &\n"
+UNTIL_FLOPS = (
     "until curl -s 127.0.0.1:9450/metrics | grep -q '^training_model_flops_total{.*} [1-9]'; do sleep 0.2; done"
 )
+JOB = f"FLOPWATCH_PUSH_INTERVAL=0.5 python -m simulator.job --out job >/dev/null 2>&1 &\n{UNTIL_FLOPS}"
 WAITS = (
     "until curl -s 127.0.0.1:9450/metrics | grep -Eq 'collective_wait.*\"3\"} [0.]*[1-9]'; do sleep 0.2; done\n"
     "until curl -s 127.0.0.1:9450/v1/runs | grep -q first; do sleep 0.2; done"
@@ -71,6 +85,19 @@ WAIT_FOR_LEDGER = (
 LEDGER = f"""flopwatch ledger serve --state books >/dev/null 2>&1 &
 until curl -sf 127.0.0.1:9451/healthz >/dev/null; do sleep 0.1; done
 curl -sf -o /dev/null -H 'Content-Type: application/json' --data-binary @{HISTORY} 127.0.0.1:9451/v1/snapshots"""
+TRAIN = "cp tests/scripts/embedding.py train.py"
+# Stand-ins for Slurm's commands on one host. The job's processes end with it, as they do in Slurm.
+SLURM = f"""{TRAIN}
+export SLURM_JOB_ID=3 SLURM_NNODES=1 SLURM_JOB_NODELIST=127.0.0.1 SLURM_SUBMIT_HOST=127.0.0.1
+mkdir -p slurm; PATH=$PWD/slurm:$PATH
+printf '%s\\n' '#!/bin/sh' 'while [ "$1" != "${{1#-}}" ]; do [ "$1" != --jobid ] || shift; shift; done' \\
+    'exec "$@"' > slurm/srun
+printf '%s\\n' '#!/bin/sh' 'echo 127.0.0.1' > slurm/scontrol
+printf '%s\\n' '#!/bin/sh' '[ "$*" != "${{*%\\%A}}" ] && echo 3' > slurm/squeue
+chmod +x slurm/*
+sbatch() {{
+    bash -c 'trap "kill \\$(jobs -p) 2>/dev/null; wait" EXIT; trap exit TERM; . ./'$1 > slurm-3.out 2>&1 &
+}}"""
 CLUSTER, ENGINE = Needs("a Kubernetes cluster"), Needs("a container engine")
 PAGE = Elsewhere("tests/process/test_boards.py")
 SYSTEMD = Needs("root, and systemd as the first process")
@@ -95,6 +122,11 @@ BLOCKS: dict[str, dict[str, Ran | Elsewhere | Needs]] = {
         "flopwatch doctor": Elsewhere("tests/process/test_doctor.py"),
         "flopwatch report": Elsewhere("tests/process/test_report.py"),
     },
+    "accuracy.md": {
+        "flopwatch simulate --scenario stragglers": Elsewhere("tests/rules/test_kinds.py"),
+        "flopwatch simulate --scenario parallel": Elsewhere("tests/unit/simulator/test_parallel_judge.py"),
+        "flopwatch simulate --scenario verdicts": Elsewhere("tests/unit/simulator/test_confusion.py"),
+    },
     "adding.md": {"make generate": Needs("the example of the page in the tree")},
     "alerts.md": {
         "python -m alerts OUT": Ran(
@@ -117,6 +149,7 @@ BLOCKS: dict[str, dict[str, Ran | Elsewhere | Needs]] = {
         ),
         "flopwatch ledger list": Ran(r"first +running(.|\n)*productive", before=WAIT_FOR_LEDGER),
     },
+    "for-oncall.md": {"flopwatch check -v": Elsewhere("tests/process/test_check.py")},
     "frameworks.md": {"export FLOPWATCH_RUN": Elsewhere("tests/torch/test_frameworks_docs.py")},
     "goodput.md": {"flopwatch ledger replay": Ran("0.760|76.0")},
     "install.md": {
@@ -153,9 +186,33 @@ BLOCKS: dict[str, dict[str, Ran | Elsewhere | Needs]] = {
     "mfu.md": {
         "curl -s 127.0.0.1:9450": Ran(r"training_model_flops_total\{", before=f"{EXPORTER}\n{JOB}"),
         'flopwatch peak "NVIDIA H200"': Ran("NVIDIA H200 bf16: 989.4 TFLOP/s"),
+    },
+    "model-flops.md": {
         "flopwatch flops Llama-3-8B": Ran(
             "8,030,261,248", replace=(("Llama-3-8B/config.json", "tests/captures/configs/llama-3-8b.json"),)
+        )
+    },
+    "one-gpu.md": {
+        "pip install": Elsewhere("tests/process/test_installs.py"),
+        "flopwatch exporter": Ran(replace=(("~/flopwatch-state", "state --simulate h100x8"),)),
+        "flopwatch run": Ran(
+            before=TRAIN, replace=(("train.py", "--peak-flops 1e12 --peak-source test train.py > train.out 2>&1 &"),)
         ),
+        "curl -s": Ran(r"MFU \d", before=UNTIL_FLOPS),
+        "flopwatch ledger show": Ran("first: running(.|\n)*productive", before=WAIT_FOR_LEDGER),
+        "cat > prometheus.yml": Ran(
+            "first",
+            replace=(
+                (
+                    "prometheus-data &",
+                    "prometheus-data > prometheus.out 2>&1 &\n"
+                    'until promtool query instant http://127.0.0.1:9090 \'ALERTS{alertname="FlopwatchWatchdog"}'
+                    ' * on () group_right () training_steps_total{run="first"}\' 2>&1'
+                    " | grep first; do sleep 0.5; done",
+                ),
+            ),
+        ),
+        "flopwatch boards": PAGE,
     },
     "otlp.md": {
         "export FLOPWATCH_ENDPOINT": Ran(),
@@ -170,16 +227,33 @@ BLOCKS: dict[str, dict[str, Ran | Elsewhere | Needs]] = {
         "flopwatch simulate --scenario healthy": Elsewhere("tests/rules/test_fleet.py"),
         "flopwatch simulate --scenario crash_loop --history": Ran("history.jsonl|goodput"),
         "flopwatch simulate --scenario leaf_failure --metrics": Elsewhere("tests/rules/test_fleet.py"),
-        "flopwatch simulate --scenario stragglers": Elsewhere("tests/rules/test_kinds.py"),
-        "flopwatch simulate --scenario parallel": Elsewhere("tests/unit/simulator/test_parallel_judge.py"),
-        "flopwatch simulate --scenario verdicts": Elsewhere("tests/unit/simulator/test_confusion.py"),
         "python -m demo.rehearsal leaf_failure --pages 1\npython": Elsewhere("tests/rules/test_incidents.py"),
         "python -m demo.rehearsal leaf_failure --pages 1": Elsewhere("tests/rules/test_incidents.py"),
     },
-    "stragglers.md": {
-        "flopwatch whatif": Ran("slowdown 1\\.973(.|\n)*replica 0, stage 0 +1\\.979(.|\n)*1 mended +23\\.446 s"),
+    "slurm-quickstart.md": {
+        "pip install": Elsewhere("tests/process/test_installs.py"),
+        "(umask 077": Ran(replace=(("/tmp/flopwatch-ledger &", "ledger > ledger.out 2>&1 &"),)),
+        "cat > first.sbatch": Ran(
+            before=SLURM,
+            replace=(
+                ("--nproc-per-node 8", "--nproc-per-node 2"),
+                ("flopwatch exporter", "flopwatch exporter --simulate h100x8"),
+                ('"/tmp/flopwatch-$SLURM_JOB_ID"', "state"),
+            ),
+        ),
+        "flopwatch ledger show": Ran(
+            r"first: running, 1 attempts(.|\n)*productive(.|\n)*\n1 slurm-3",
+            before="until flopwatch ledger show first --url http://127.0.0.1:9451 --token-file ledger-token 2>&1"
+            " | grep -q productive; do sleep 0.2; done",
+        ),
+        "srun --overlap --jobid": Ran("OK - .* gpus=8 ports=9"),
+    },
+    "stacks.md": {
         "flopwatch ledger show RUN": Elsewhere("tests/process/test_hang_stacks.py"),
         "flopwatch stacks 4711": Elsewhere("tests/torch/test_collectives.py"),
+    },
+    "stragglers.md": {
+        "flopwatch whatif": Ran("slowdown 1\\.973(.|\n)*replica 0, stage 0 +1\\.979(.|\n)*1 mended +23\\.446 s")
     },
     "tls.md": {
         "flopwatch ledger serve": Elsewhere("tests/process/test_tls.py"),
@@ -316,13 +390,69 @@ def test_the_blocks_that_can_run_do(page: Path, tmp_path: Path) -> None:
         assert re.search(shows, f"\n{parts[number]}"), output
 
 
-@pytest.mark.parametrize("name", ["dcgm", "faq", "first-straggler", "security"])
+@pytest.mark.parametrize("name", ["dcgm", "faq", "first-straggler", "threats"])
 def test_every_series_that_is_named_exists(name: str) -> None:
     text = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
     series = re.compile(r"(?<![\w./:-])(?:gpu|training|run|infiniband|nvlink|flopwatch)_[a-z_]+(?![\w*/-])")
     named = {name for quoted in re.findall(r"`([^`\n]+)`", text) for name in series.findall(quoted)}
     assert named
     assert {one for one in named if one not in BY_NAME and not one.endswith("_")} == set()
+
+
+def test_what_people_write_on_a_page_is_short() -> None:
+    generated = pages()
+    words = {page.relative_to(ROOT).as_posix(): len(written(page, generated).split()) for page in SITE}
+    assert words["docs/metrics.md"] == 0 < words["docs/check.md"] < len((ROOT / "docs/check.md").read_text().split())
+    # Delete what repeats on these, or make two pages for two readers.
+    assert {page: count for page, count in words.items() if count >= MAX_WORDS} == {}
+
+
+@for_each(sorted((ROOT / "docs").glob("for-*.md")), lambda page: page.name)
+def test_the_page_for_a_persona_is_short_and_names_what_exists(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert len(text.split()) <= 400
+    alerts = set(re.findall(r"\b(?:Training|Gpu|Node|Leaf|Infiniband|Flopwatch)[A-Z]\w+", text))
+    assert {name for name in alerts if not (ROOT / "alerts" / "runbooks" / f"{name}.md").is_file()} == set()
+    boards = {board["title"] for board in BOARDS.values()}
+    for header, rows in re.findall(r"^\| question \|(.*)\|\n\|.*\n((?:\|.*\n)+)", text, re.M):
+        if header.split("|")[0].strip() == "board":
+            named = [name for row in rows.splitlines() for name in row.split("|")[2].strip().split(", ") if name]
+            assert len(named) >= 5
+            assert set(named) <= boards
+    assert_commands_exist("\n".join(re.findall(r"`(flopwatch [^`]+)`", text)))
+
+
+def test_each_page_of_the_table_for_the_engineer_on_call_is_one() -> None:
+    text = (ROOT / "docs" / "for-oncall.md").read_text(encoding="utf-8")
+    named = {name for row in re.findall(r"^\| ([A-Z][\w, ]+) \|", text, re.M) for name in row.split(", ")}
+    groups: Any = rules(AlertSettings())["groups"]
+    pages = {
+        rule["alert"]
+        for group in groups
+        for rule in group["rules"]
+        if rule.get("labels", {}).get("severity") == "critical" and "alert" in rule
+    }
+    assert len(named) >= 8
+    assert named <= pages
+
+
+def test_each_picture_is_small_and_taken_by_make_screenshots() -> None:
+    shown = {
+        (page.parent / name).resolve()
+        for page in SITE
+        for name in re.findall(r"!\[[^]]*\]\(([^)]+\.png)\)", page.read_text(encoding="utf-8"))
+    }
+    taken = {ROOT / "docs" / f"{name}.png" for name in (*BOARD_HEIGHTS, "demo", "report")}
+    assert shown == taken == set((ROOT / "docs").glob("*.png"))
+    assert [path for path in shown if path.stat().st_size > 350_000] == []
+    assert "python -m demo.pictures docs" in (ROOT / "Makefile").read_text(encoding="utf-8")
+
+
+def test_the_picture_of_the_demo_is_its_last_frame_with_the_message() -> None:
+    output = f"start{HOME}first{HOME}Slack [FIRING] one{HOME}Slack [FIRING] two\n\n{HOME}after the message{END}[FIRING]"
+    assert demo_frame(output) == "Slack [FIRING] two"
+    with pytest.raises(StackError, match="no message within 100 s"):
+        demo_frame(f"start{HOME}first")
 
 
 def slug(heading: str) -> str:

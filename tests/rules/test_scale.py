@@ -1,4 +1,4 @@
-"""docs/scale.md: its table is what `flopwatch size` prints, Prometheus takes its files, its windows are the rules'."""
+"""docs/scale.md and docs/shards.md: the table is what `flopwatch size` prints, and Prometheus takes the files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Code blocks of docs/scale.md."""
+"""Code blocks of docs/scale.md and docs/shards.md."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 from tests.support import ROOT
 
-PAGE = (ROOT / "docs" / "scale.md").read_text()
+PAGE = "".join((ROOT / "docs" / name).read_text() for name in ("scale.md", "shards.md"))
 
 
 SNIPPETS: list[str] = re.findall(r"^```yaml\n(# .*?)^```", PAGE, re.M | re.S)

@@ -61,7 +61,7 @@ def flags(parser: argparse.ArgumentParser) -> None:
     add("--series", "LEVEL", text + f"(default {node.series}; docs/metrics.md)")
     add("--state", "DIR", f"inventory, Xid counts, embedded ledger, spool (default {node.state})", Path)
     text = "NCCL's RAS, which is asked about an overdue step, as in NCCL_RAS_ADDR of the job, or off "
-    add("--ras", "HOST:PORT", text + "(default NCCL_RAS_ADDR, else localhost:28028; docs/stragglers.md)")
+    add("--ras", "HOST:PORT", text + "(default NCCL_RAS_ADDR, else localhost:28028; docs/hangs.md)")
     text = "folder in which NCCL Inspector writes the durations of collectives, or otlp if they are only pushed. "
     add("--inspector", "DIR", text + "Needs --ledger (docs/inspector.md)")
     add("--simulate", "NODE", "simulate a node instead of reading hardware: h100x8")

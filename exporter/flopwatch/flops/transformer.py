@@ -9,7 +9,7 @@ palm    6 N + 12 L H e s  all parameters, input embedding included (PaLM, https:
 
 W is the number of matmul weights a token passes through: the LM head's, also when tied, and of experts the active ones.
 N is the number of parameters a token passes through. L layers, H query heads, e head dimension, s sequence length.
-docs/mfu.md has the formulas for GQA, MLA, experts, windows, multi-token prediction, packing, LoRA and recomputation.
+docs/model-flops.md has the formulas for GQA, MLA, experts, windows, MTP, packing, LoRA and recomputation.
 """
 
 from collections import Counter

@@ -206,7 +206,7 @@ class RunQueries:
         if ranks and waits < ranks:
             missed.append(
                 f"The wait for other ranks was measured on {waits:.0f} of {ranks:.0f} ranks. A straggler is named only "
-                "if all are measured; docs/stragglers.md lists where that is possible."
+                "if all are measured; docs/waits.md lists where that is possible."
             )
         reasons = self._now(f"count by (reason) ({self._last(m.TRAINING_COLLECTIVE_WAIT_UNAVAILABLE)} == 1)")
         missed += [

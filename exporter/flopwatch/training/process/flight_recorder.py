@@ -1,4 +1,4 @@
-"""Last operations in PyTorch's flight recorder, which are added to the stacks of a hang (docs/stragglers.md).
+"""Last operations in PyTorch's flight recorder, which are added to the stacks of a hang (docs/stacks.md).
 
 A dump holds the interpreter's lock, for about 30 ms with 2,000 operations. With stacks it takes seconds, so it is JSON,
 which has none. A dump of NCCL's operations asks CUDA for the state of each, which may block the job behind a lock of

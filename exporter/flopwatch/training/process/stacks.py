@@ -3,7 +3,7 @@
 `flopwatch stacks PID` requests them with an empty file `<host>-<pid>.request` in FLOPWATCH_STACK_DIR or a private
 folder, and the answer is a file next to it. The ledger requests them in the answer to a push. A rank blocked in a
 collective can answer, because the collective releases the interpreter's lock. Only
-Python frames are shown (docs/stragglers.md).
+Python frames are shown (docs/stacks.md).
 """
 
 import logging

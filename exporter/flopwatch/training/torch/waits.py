@@ -4,7 +4,7 @@ DDP: two callbacks on the autograd engine bracket the reducer's own. The first i
 queues the second when it runs. https://docs.pytorch.org/docs/stable/notes/ddp.html#internal-design
 Host (gloo): `Work.wait` and `wait_tensor` are replaced by functions that read the clock before and after.
 FSDP2 on CUDA: marks on the compute stream bracket its waits, in private parts of PyTorch. If one is missing, the wait
-is not measured, and a warning is logged. docs/stragglers.md lists what is absent.
+is not measured, and a warning is logged. docs/waits.md lists what is absent.
 """
 
 import functools
