@@ -17,7 +17,7 @@ import tarfile
 import urllib.request
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from email.message import Message
 from pathlib import Path
 from typing import Any
@@ -89,6 +89,31 @@ def test_an_index_would_accept_the_distributions(dist: Path) -> None:
     }
 
 
+@contextmanager
+def served(installed: Path, folder: Path, environ: dict[str, str]) -> Iterator[tuple[str, str]]:
+    """Run the installed exporter of a simulated node until the block ends. Yield its addresses for metrics and OTLP."""
+    flags = ["exporter", "--simulate", "h100x8", "--listen", "127.0.0.1:0", "--otlp-listen", "127.0.0.1:0"]
+    log = folder / "log"
+    with log.open("w") as output:
+        command = [str(installed / "bin" / "flopwatch"), *flags, "--state", str(folder / "state")]
+        exporter = subprocess.Popen(command, stderr=output, env=environ, cwd=folder)
+    try:
+        until(lambda: "listening metrics=" in log.read_text() or exporter.poll() is not None)
+        address = re.search(r"listening metrics=(\S+) otlp=(\S+)", log.read_text())
+        assert address is not None, log.read_text()
+        until(lambda: scraped(address[1]).count("\ngpu_present{") == 8)
+        yield address[1], address[2]
+    finally:
+        exporter.terminate()
+        assert exporter.wait(PATIENCE) == 0
+
+
+def scraped(address: str) -> str:
+    """Return the metrics that an exporter serves."""
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=PATIENCE) as answer:
+        return str(answer.read().decode())
+
+
 @pytest.mark.long
 def test_an_installed_exporter_serves_metrics_without_node_and_without_the_checkout(
     installed: Path, tmp_path: Path
@@ -97,27 +122,56 @@ def test_an_installed_exporter_serves_metrics_without_node_and_without_the_check
     assert shutil.which("node", path=environ["PATH"]) is None
     program = installed / "bin" / "flopwatch"
     assert run(program, "--version", env=environ, cwd=tmp_path) == f"flopwatch {VERSION}\n"
-    flags = ["exporter", "--simulate", "h100x8", "--listen", "127.0.0.1:0", "--otlp-listen", "127.0.0.1:0"]
-    log = tmp_path / "log"
-    with log.open("w") as output:
-        exporter = subprocess.Popen(
-            [program, *flags, "--state", tmp_path / "state"], stderr=output, env=environ, cwd=tmp_path
-        )
-    try:
-        until(lambda: "listening metrics=" in log.read_text() or exporter.poll() is not None)
-        address = re.search(r"listening metrics=(\S+)", log.read_text())
-        assert address is not None, log.read_text()
-
-        def present() -> int:
-            with urllib.request.urlopen(f"http://{address[1]}/metrics", timeout=PATIENCE) as answer:
-                return str(answer.read().decode()).count("\ngpu_present{")
-
-        until(lambda: present() == 8)
-        found = json.loads(run(program, "check", "--url", f"http://{address[1]}/metrics", "--json", env=environ))
+    with served(installed, tmp_path, environ) as (metrics, _):
+        found = json.loads(run(program, "check", "--url", f"http://{metrics}/metrics", "--json", env=environ))
         assert found["verdict"] == "ok"
-    finally:
-        exporter.terminate()
-        assert exporter.wait(PATIENCE) == 0
+
+
+TRAINING = """
+import time, torch
+model = torch.nn.Linear(256, 256)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+begin = time.monotonic()
+while time.monotonic() < begin + 5:
+    model(torch.rand(64, 256)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.torch
+@pytest.mark.parametrize("card", [False, True], ids=["alone", "beside a simulated card"])
+def test_an_installed_hook_shows_mfu_in_five_seconds_of_training(installed: Path, tmp_path: Path, card: bool) -> None:
+    # PyTorch is linked, because it takes minutes to install. Nothing else of this environment can be imported.
+    (tmp_path / "torch").mkdir()
+    for name in ("torch", "torchgen", "functorch", "numpy", "numpy.libs", "sympy", "mpmath", "networkx", "filelock"):
+        (tmp_path / "torch" / name).symlink_to(Path(sysconfig.get_path("platlib")) / name)
+    for name in ("jinja2", "markupsafe", "fsspec", "typing_extensions.py"):
+        (tmp_path / "torch" / name).symlink_to(Path(sysconfig.get_path("platlib")) / name)
+    (tmp_path / "train.py").write_text(TRAINING)
+    environ = {**ALONE, "PATH": str(installed / "bin"), "PYTHONPATH": str(tmp_path / "torch"), "OMP_NUM_THREADS": "1"}
+    flags = ("--top", "--name", "tiny", "--tokens-per-step", "64", "--peak-flops", "1e12")
+    with ExitStack() as stack:
+        endpoint = "http://127.0.0.1:9"
+        if card:
+            metrics, otlp = stack.enter_context(served(installed, tmp_path, {**ALONE, "PATH": environ["PATH"]}))
+            endpoint = f"http://{otlp}"
+        process = subprocess.Popen(
+            [str(installed / "bin" / "flopwatch"), "run", *flags, "train.py"],
+            env={**environ, "FLOPWATCH_ENDPOINT": endpoint},
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=tmp_path,
+        )
+        if card:  # the series end with the process
+            until(lambda: '\ntraining_model_flops_total{run="tiny",rank="0"}' in scraped(metrics))
+        _, printed = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0, printed
+    assert re.search(r"^flopwatch: tiny: step \d+, MFU [\d.]+ %, ", printed, re.MULTILINE), printed
+    assert re.search(r"^flopwatch: tiny completed after \d+ steps: MFU [\d.]+ %, ", printed, re.MULTILINE), printed
+    assert f"{'metrics went to' if card else 'nothing took the metrics at'} {endpoint}/v1/metrics" in printed
 
 
 @pytest.mark.long
