@@ -225,7 +225,7 @@ leaves = [
         width=12,
         no_data="No port is down, or the topology is unknown (docs/identity.md).",
     ),
-    findings.alerts(
+    findings.firing(
         "Firing alerts on leaf switches and the hosts behind them.",
         findings.of_alerts('leaf!=""'),
         "Leaf",
@@ -243,4 +243,5 @@ BOARD = d.dashboard(
         d.variable("run", "Run", f"label_values({r.RAIL}, run)", everything=True),
     ],
     {"Now": now, "Rails": rails, "Each port": ports, "Leaf switches": leaves},
+    [p.alert_marks('alertname=~"Infiniband.+|Rail.+|Efa.+|Roce.+|Leaf.+|HostOnFaultyLeaf"')],
 )

@@ -246,4 +246,5 @@ BOARD = d.dashboard(
     "Which of all GPUs are hot, slow, faulty or unused.",
     [],
     {"Now": now, "Faults": cards, "Worst GPUs": tops, "Models and versions": kinds},
+    [p.alert_marks('uuid!=""')],
 )

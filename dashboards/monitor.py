@@ -203,7 +203,7 @@ rest = [
         height=8,
         no_data="No driver is released.",
     ),
-    findings.alerts(
+    findings.firing(
         "Firing alerts on the monitoring itself.", findings.of_alerts('alertname=~"Flopwatch.*"'), "Node", width=8
     ),
 ]
@@ -214,4 +214,5 @@ BOARD = d.dashboard(
     "Are the values of the other dashboards correct and current?",
     [d.variable("source", "Collector", f"label_values({m.FLOPWATCH_COLLECTOR_SUCCESS}, collector)", everything=True)],
     {"Now": now, "Collectors": sources, "Pushes, records and samples": flow, "Versions, drivers and alerts": rest},
+    [p.alert_marks('alertname=~"Flopwatch.+"')],
 )

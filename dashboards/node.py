@@ -71,8 +71,9 @@ verdict = [
     ),
     findings.table(
         "Firing alerts on the host and its parts, and reasons of its verdict.",
-        FINDINGS,
+        findings.placed(FINDINGS),
         "Run",
+        "Rank",
         "Node",
         "GPU",
         "Device",

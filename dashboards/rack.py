@@ -187,4 +187,13 @@ BOARD = d.dashboard(
     "The hosts of a rack, and the NVLink domain that they share.",
     [d.variable("rack", "Rack", f"label_values({m.HOST_TOPOLOGY_INFO}, rack)")],
     {"Now": now, "Each host": nodes, "Over time": time, "NVLink domain": domain},
+    [
+        d.annotation(
+            "Alerts",
+            f'ALERTS{{alertstate="firing", host!=""}} and on (host) {m.HOST_TOPOLOGY_INFO}{{rack="$rack"}}',
+            "{{alertname}}",
+            "red",
+            "{{host}}",
+        )
+    ],
 )
