@@ -286,8 +286,7 @@ def status_history(
 def bargauge(
     title: str,
     description: str,
-    query: Query,
-    *,
+    *queries: Query,
     unit: str,
     thresholds: Sequence[Threshold] = (),
     colors: Mapping[str, str] | None = None,
@@ -314,7 +313,7 @@ def bargauge(
         "bargauge",
         title,
         description,
-        [query],
+        queries,
         thresholds,
         defaults,
         options,

@@ -362,7 +362,7 @@ errors = [
                 (m.INFINIBAND_RECEIVE_ERRORS_TOTAL, "receive errors"),
             )
         ),
-        unit="cps",
+        unit=p.PER_SECOND,
         width=6,
     ),
     d.bargauge(

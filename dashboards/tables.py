@@ -9,7 +9,18 @@ from dashboards.panels import COLUMNS, Json, Mappings, Query, Threshold, mapped,
 
 # Width in pixels of columns with names. The other columns share the rest.
 WIDTHS = {"Alert": 190, "Severity": 100, "Verdict": 100, "Model": 200, "Node": 120, "Run": 120, "Rank": 80, "GPU": 80}
-WIDTHS |= {"PP": 60, "DP": 60, "TP": 60, "Device": 100, "Port": 80, "Xid": 70, "Reason": 160}
+WIDTHS |= {
+    "PP": 60,
+    "DP": 60,
+    "TP": 60,
+    "Device": 100,
+    "Port": 80,
+    "Xid": 70,
+    "Reason": 160,
+    "Serial": 150,
+    "PCI": 170,
+    "Cluster": 320,
+}
 CUSTOM = {"align": "auto", "filterable": True, "minWidth": 90}
 
 
@@ -113,9 +124,12 @@ def label_table(
 
 def _styled(names: Sequence[str], links: Mapping[str, Sequence[Json]] | None, hidden: Sequence[str]) -> list[Json]:
     """Return the overrides with the widths of columns, their links, and the hidden ones, for Grafana 11 and 13."""
+    fixed = [name for name in names if name in WIDTHS]
+    if len(fixed) + len(hidden) >= len(names):  # one column fills what is left
+        fixed = [name for name in fixed if name not in hidden][:-1]
     nowhere = {"viz": True, "legend": False, "tooltip": False}
     return [
-        *(override(name, {"id": "custom.width", "value": WIDTHS[name]}) for name in names if name in WIDTHS),
+        *(override(name, {"id": "custom.width", "value": WIDTHS[name]}) for name in fixed),
         *(
             override(name, {"id": "custom.minWidth", "value": 8 * len(name) + 40})  # with the icons next to a heading
             for name in names

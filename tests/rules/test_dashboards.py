@@ -44,6 +44,7 @@ VARIABLES = {
     "host": "h",
     "uuid": "u",
     "rack": "k",
+    "model": "m",
     "source": "nvml",
     "price": "2.5",
     "__rate_interval": "1m",

@@ -24,7 +24,7 @@ from tests.support.cases import for_each
 from tests.support.rule_files import rules_of
 
 NAMES = sorted({alert.name for alert in alerts(AlertSettings())} - {"FlopwatchWatchdog"})
-VARIABLES = dict.fromkeys(("tenant", "host", "run", "rack", "source"), ".*")
+VARIABLES = dict.fromkeys(("tenant", "host", "run", "rack", "source", "model"), ".*")
 VARIABLES |= {"uuid": "", "price": "2.5", "__rate_interval": "1m", "__range": "1h"}
 
 # By the labels that name an object: its board, the panel with a value above 0 while it is not well, and the panel that
