@@ -60,7 +60,7 @@ verdict = [
         no_data="Nothing makes ranks wait longer than usual.",
     ),
     d.stat(
-        "Cost of stragglers, one day",
+        "Cost, one day",
         "Cost in US dollars of the last day's GPU time that the run waited for a straggler, at the price per GPU-hour "
         "above. Expected: near $0. Compare it with the cost of a repair.",
         d.Query(

@@ -71,12 +71,26 @@ def _causes() -> str:
     return f"(topk by (uuid) (1, {' or '.join(found)}) > bool 0)"
 
 
+def first(run: str) -> str:
+    """Return one of the suspects of each run: the one with most votes in a hang, else the rank that waits least.
+
+    `topk` alone would choose among ranks that cost the same by chance, and the sentence would change at each refresh.
+    """
+    confirmed = f"max by (run, rank) ({r.CONFIRMED}{{{run}}})"
+    one = (
+        f"topk by (run) (1, max by (run, rank) ({m.RUN_HANG_SUSPECT_RATIO}{{{run}}})) or on (run) "
+        f"bottomk by (run) (1, max by (run, rank) ({r.WAIT}{{{run}}}) and on (run, rank) {confirmed}) or on (run) "
+        f"topk by (run) (1, {confirmed})"
+    )
+    return f"topk by (run) (1, {suspects(run)} and on (run, rank) ({one}))"
+
+
 def _late(run: str, ledger: str) -> str:
     """Return the sentence on the run's stragglers. With several, it names the first and counts the others."""
     confirmed = f"max by (run, rank) ({r.CONFIRMED}{{{run}}})"
     lost = f"max by (run) ({confirmed})"
     kind = f'topk by (run) (1, max by (run, kind) ({m.RUN_STRAGGLER_RATIO}{{{run}, kind=~"rank|host|group|link"}}))'
-    one = f"topk by (run) (1, {suspects(run)} and on (run, rank) {confirmed})"
+    one = f"({first(run)} and on (run, rank) {confirmed})"
     joined = (
         f"{one} * on (run) group_left (percent) {number('percent', f'100 * {lost}')}"
         f" * on (run) group_left (dollars) {number('dollars', dollars(run, ledger, lost))}"
@@ -237,8 +251,10 @@ def table(run: str, ledger: str) -> d.Json:
 def named(run: str, ledger: str) -> str:
     """Return the firing alerts that name a straggler or a hang, with rank, host, GPU and cost of the first suspect."""
     verdicts = findings.of_alerts(f'{run}, alertname=~"TrainingStraggler|TrainingHang"')
-    suspect = f"(topk by (run) (1, {priced(run, ledger)}) * 0 + 1)"
-    return f"{verdicts} * on (run) group_left (rank, host, uuid, gpu, dollars) {suspect}"
+    late = first(run)
+    cost = number("dollars", dollars(run, ledger, f"max by (run) ({late})"))
+    suspect = f"({late} * 0 + 1) * on (run) group_left (dollars) {cost}"
+    return f"{verdicts} * on (run) group_left (rank, host, uuid, gpu, dollars) ({suspect})"
 
 
 def incidents(run: str, ledger: str) -> str:

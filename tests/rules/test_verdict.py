@@ -30,6 +30,8 @@ LATE = """
   rank:training_straggler:confirmed{run="lm",rank="43",host="h",group="world",ranks=""}   0.24
 """
 TWO = """
+  rank:training_collective_wait:ratio{run="lm",rank="43",pp="0"}                          0.01
+  rank:training_collective_wait:ratio{run="lm",rank="44",pp="0"}                          0.02
   rank:training_straggler:confirmed{run="lm",rank="44",host="h",group="world",ranks=""}   0.24
 """
 HOT = 'gpu_clock_event_seconds_total{gpu="3",uuid="A",reason="hw_thermal_slowdown",instance="i"} 0+15x40\n'

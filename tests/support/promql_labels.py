@@ -51,7 +51,7 @@ def labels_of(expr: Any) -> set[str]:
             known = labels_of(expr.expr)
             if str(expr.op) in ("topk", "bottomk"):
                 return known
-            made = {expr.param.val} if str(expr.op) == "count_values" else set()
+            made: set[str] = {expr.param.val} if expr.param and str(expr.op) == "count_values" else set()
             if expr.modifier is None:
                 return made
             assert expr.modifier.type == promql.AggModifierType.By, expr
