@@ -41,6 +41,9 @@ pytestmark = [
 
 ALERTS = {"TrainingStraggler", "InfinibandLinkErrors", "GpuThermalThrottling"}
 HOSTILE = '<img src=x onerror="window.taken=1"><script>window.taken=1</script>'
+CUT_TITLES = """() => [...document.querySelectorAll('.panel h2')]
+  .filter((title) => title.scrollWidth > title.clientWidth + 1 || title.scrollHeight > title.clientHeight + 4)
+  .map((title) => title.innerText)"""
 LATE = f"rank {8 * STRAGGLER[0] + STRAGGLER[1]} on {Topology.host(STRAGGLER[0])}"
 
 
@@ -282,7 +285,7 @@ def test_times_are_in_the_zone_of_the_address(living: ClusterDemo, page: Page) -
 
 
 @pytest.mark.parametrize("board", BOARDS)
-@pytest.mark.parametrize(("width", "theme"), [(1600, "dark"), (720, "light")])
+@pytest.mark.parametrize(("width", "theme"), [(1600, "dark"), (800, "light"), (390, "dark")])
 def test_every_panel_is_drawn_or_gives_the_reason_it_is_empty(
     running: ClusterDemo, page: Page, board: str, width: int, theme: str
 ) -> None:
@@ -291,6 +294,7 @@ def test_every_panel_is_drawn_or_gives_the_reason_it_is_empty(
     page.set_viewport_size({"width": width, "height": 1000})
     looked = look(page, board, address(running.boards, board, running.began, theme))
     assert looked.problems == []
+    assert page.evaluate(CUT_TITLES) == []
     assert len(looked.panels) == sum(panel["type"] != "row" for panel in BOARDS[board]["panels"])
     assert any("query=" in text for text in asked)
     assert not [text for text in asked if re.search(r"%24(?!\d)", text)], "a variable has no value"

@@ -191,6 +191,7 @@ def test_every_panel_query_of_the_dashboard_returns_data(stack: DemoStack) -> No
     assert [panel for panel, query in empty if not any(name in query for name in rare)] == [
         "Straggler",
         "Ranks and their GPUs",
+        "Symbol errors per port",
     ]
 
 
@@ -202,6 +203,7 @@ def test_every_query_of_every_dashboard_can_be_answered(stack: DemoStack, name: 
         "run": RUN,
         "tenant": ".*",
         "rack": ".*",
+        "model": ".*",
         "source": ".*",
         "price": "2.5",
         "__rate_interval": "5s",
