@@ -191,7 +191,6 @@ def test_every_panel_query_of_the_dashboard_returns_data(stack: DemoStack) -> No
     assert [panel for panel, query in empty if not any(name in query for name in rare)] == [
         "Straggler",
         "Ranks and their GPUs",
-        "Symbol errors per port",
     ]
 
 
