@@ -177,7 +177,7 @@ ports = [
         "Ticks per second in which a port has data to send and no credit, in the last five minutes. Shows the "
         f"{WORST} ports with most. Expected: ports of a rail alike. The length of a tick differs between devices.",
         worst(f"max by ({PORT}) (rate({m.INFINIBAND_TRANSMIT_WAIT_TICKS_TOTAL}[5m])) > 0"),
-        unit="suffix: ticks/s",
+        unit="suffix:ticks/s",
         links=TO_NODE,
         height=8,
         no_data="No port waits for credit.",

@@ -18,7 +18,7 @@ from flopwatch import catalogue as m
 
 LINES = 16
 ANY_BUCKET = 'bucket!=""'
-PER_SECOND = "suffix: /s"  # Grafana's own unit for this shows "c/s"
+PER_SECOND = "suffix:/s"  # Grafana's own unit for this shows "c/s"
 BAND = ("5 % of all", "95 % of all")
 RATE = f"[{d.RATE_INTERVAL}]"
 SETTINGS = AlertSettings()
