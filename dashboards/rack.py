@@ -142,7 +142,7 @@ domain = [
         links={"Node": [p.to_node(d.FIELD % "Node")]},
         width=12,
         height=6,
-        no_data="The rack has no NVSwitch fabric.",
+        no_data="No GPU of the rack belongs to an NVLink cluster.",
     ),
     d.label_table(
         "Compute trays",

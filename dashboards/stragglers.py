@@ -28,7 +28,7 @@ TO_NODE = [p.to_node(d.LABEL % "host")]
 
 verdict = [
     d.stat(
-        "Lost to stragglers",
+        "Lost now",
         "Share of each step that the run waits for its late ranks. Expected: 0 %. From 10 % on it is a warning.",
         d.Query(f"{r.STRAGGLER_LOST}{{{RUN}}}"),
         unit="percentunit",
