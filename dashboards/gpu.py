@@ -59,7 +59,7 @@ owner = [
             "vbios_version": "VBIOS",
         },
         links={"Node": [p.to_node(d.FIELD % "Node"), p.to_fabric(d.FIELD % "Node")]},
-        width=12,
+        width=24,
         height=4,
     ),
     d.label_table(
@@ -74,7 +74,7 @@ owner = [
             "owner_user": "User",
             "source": "Source",
         },
-        width=6,
+        width=12,
         height=4,
     ),
     d.label_table(
@@ -83,7 +83,7 @@ owner = [
         f"{m.TRAINING_RANK_INFO}{ONE}",
         labels={"run": "Run", "rank": "Rank"},
         links={"Run": [p.to_run(d.FIELD % "Run")]},
-        width=6,
+        width=12,
         height=4,
     ),
     d.stat(

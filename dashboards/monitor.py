@@ -96,7 +96,7 @@ sources = [
         ),
         unit=p.PER_SECOND,
         width=12,
-        height=6,
+        height=8,
         no_data="No read failed in the time shown.",
     ),
     d.label_table(
@@ -153,7 +153,7 @@ flow = [
         d.Query(f"sum by (outcome) (rate({m.FLOPWATCH_LEDGER_REQUESTS_TOTAL}{p.RATE}))", "received: {{outcome}}"),
         unit=p.PER_SECOND,
         height=6,
-        no_data="There is no ledger.",
+        no_data="No exporter sends records to a ledger.",
     ),
     d.timeseries(
         "Dropped samples",
@@ -196,6 +196,7 @@ rest = [
         "Number of exporters by version. Expected: one version. Several mean an upgrade that is not finished.",
         d.Query(f"sort_desc(count by (version) ({m.FLOPWATCH_BUILD_INFO}))", "{{version}}", instant=True),
         unit="none",
+        height=6,
         width=8,
     ),
     d.label_table(
