@@ -121,8 +121,9 @@ rails = [
         "RoCE congestion notifications per second that slowed down a port of each rail, mean over the run's hosts. "
         "Expected: few, and equal on all rails.",
         d.Query(f"topk({p.LINES}, max by (run, rail) ({r.RAIL_NOTIFICATIONS}{RUN}) > 0)", "{{run}} rail {{rail}}"),
-        unit="cps",
+        unit=p.PER_SECOND,
         width=12,
+        height=6,
         no_data="No congestion notification slowed down a port. InfiniBand has none.",
     ),
     d.timeseries(
@@ -130,8 +131,9 @@ rails = [
         "Retransmissions per second by a port of each rail, mean over the run's hosts. Expected: none that last. They "
         "mean that packets are lost.",
         d.Query(f"topk({p.LINES}, max by (run, rail) ({r.RAIL_RETRANSMISSIONS}{RUN}) > 0)", "{{run}} rail {{rail}}"),
-        unit="cps",
+        unit=p.PER_SECOND,
         width=12,
+        height=6,
         no_data="No port retransmits.",
     ),
 ]
@@ -145,6 +147,7 @@ ports = [
         unit="none",
         thresholds=[(None, "green"), (1, "orange"), (120, "red")],
         links=TO_NODE,
+        height=6,
         no_data="No InfiniBand port had symbol errors in the time shown.",
     ),
     d.bargauge(
@@ -155,6 +158,7 @@ ports = [
         unit="none",
         thresholds=p.FEW,
         links=TO_NODE,
+        height=6,
         no_data="No InfiniBand link went down in the time shown.",
     ),
     d.bargauge(
@@ -165,6 +169,7 @@ ports = [
         unit="none",
         thresholds=[(None, "green"), (1, "orange"), (3, "red")],
         links=TO_NODE,
+        height=6,
         no_data="No port flapped in the time shown.",
     ),
     d.bargauge(
@@ -172,8 +177,9 @@ ports = [
         "Ticks per second in which a port has data to send and no credit, in the last five minutes. Shows the "
         f"{WORST} ports with most. Expected: ports of a rail alike. The length of a tick differs between devices.",
         worst(f"max by ({PORT}) (rate({m.INFINIBAND_TRANSMIT_WAIT_TICKS_TOTAL}[5m])) > 0"),
-        unit="none",
+        unit="suffix:ticks/s",
         links=TO_NODE,
+        height=8,
         no_data="No port waits for credit.",
     ),
     d.bargauge(
@@ -184,9 +190,10 @@ ports = [
             f"sum by ({PORT}) (rate({m.INFINIBAND_RECEIVE_ERRORS_TOTAL}[5m]) or "
             f'label_replace(rate({m.INFINIBAND_TRANSMIT_DISCARDS_TOTAL}[5m]), "side", "sent", "", "")) > 0'
         ),
-        unit="cps",
+        unit=p.PER_SECOND,
         thresholds=p.FEW,
         links=TO_NODE,
+        height=8,
         no_data="No packet was broken or dropped in the last five minutes.",
     ),
     d.bargauge(
@@ -198,6 +205,7 @@ ports = [
         unit="celsius",
         thresholds=[(None, "green"), (p.SETTINGS.transceiver_celsius, "red")],
         links=TO_NODE,
+        height=8,
         no_data="No adapter reports a temperature.",
     ),
     findings.table(
@@ -206,6 +214,7 @@ ports = [
         "Node",
         "Device",
         "Port",
+        height=6,
     ),
 ]
 
@@ -223,14 +232,16 @@ leaves = [
         unit="none",
         thresholds=p.FEW,
         width=12,
+        height=6,
         no_data="No port is down, or the topology is unknown (docs/identity.md).",
     ),
-    findings.alerts(
+    findings.firing(
         "Firing alerts on leaf switches and the hosts behind them.",
         findings.of_alerts('leaf!=""'),
         "Leaf",
         "Node",
         width=12,
+        height=6,
     ),
 ]
 
@@ -243,4 +254,5 @@ BOARD = d.dashboard(
         d.variable("run", "Run", f"label_values({r.RAIL}, run)", everything=True),
     ],
     {"Now": now, "Rails": rails, "Each port": ports, "Leaf switches": leaves},
+    [p.alert_marks('alertname=~"Infiniband.+|Rail.+|Efa.+|Roce.+|Leaf.+|HostOnFaultyLeaf"')],
 )

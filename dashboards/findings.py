@@ -20,9 +20,13 @@ HOSTS = f'host!="", {SHIPPED}'
 
 
 def of_alerts(matchers: str) -> str:
-    """Return the findings of firing alerts with these label matchers. The watchdog, which always fires, is left out."""
+    """Return the findings of firing alerts with these label matchers, one for each incident.
+
+    An alert that fires as critical and as warning is one incident. The watchdog, which always fires, is left out.
+    """
     firing = f'alertstate="firing", alertname!="FlopwatchWatchdog", {matchers}'
-    return f'(2 * ALERTS{{severity="critical", {firing}}} or ALERTS{{severity!="critical", {firing}}})'
+    critical, other = (f'ALERTS{{severity{sign}"critical", {firing}}}' for sign in ("=", "!="))
+    return f"(2 * {critical} or ({other} unless ignoring (severity) {critical}))"
 
 
 def on_hosts(alerts: str, hosts: str = r.HOST) -> str:
@@ -94,10 +98,10 @@ def table(description: str, findings: str, *headings: str, width: int = d.COLUMN
     )
 
 
-def alerts(description: str, firing: str, *headings: str, width: int = d.COLUMNS, height: int = 8) -> d.Json:
+def firing(description: str, incidents: str, *headings: str, width: int = d.COLUMNS, height: int = 8) -> d.Json:
     """Return a table of firing alerts, with the columns `headings` of _COLUMNS, for objects without a verdict."""
     text = f"{description} Expected: no row. Each alert has a runbook."
-    return _table("Firing alerts", text, firing, ("Alert", "Severity", *headings), width, height, "No alert fires.")
+    return _table("Firing alerts", text, incidents, ("Alert", "Severity", *headings), width, height, "No alert fires.")
 
 
 _COLUMNS = {
@@ -106,8 +110,11 @@ _COLUMNS = {
     "Reason": "reason",
     "Verdict": "verdict",
     "Run": "run",
+    "Rank": "rank",
     "Node": "host",
-    "GPU": "uuid",
+    "GPU": "gpu",
+    "UUID": "uuid",
+    "$ an hour": "dollars",
     "Device": "device",
     "Port": "port",
     "Part": "part",
@@ -118,19 +125,32 @@ _COLUMNS = {
 _LINKS = {
     "Run": [p.to_run(d.FIELD % "Run")],
     "Node": [p.to_node(d.FIELD % "Node"), p.to_fabric(d.FIELD % "Node")],
-    "GPU": [p.to_gpu(d.FIELD % "Node", d.FIELD % "GPU")],
+    "GPU": [p.to_gpu(d.FIELD % "Node", d.FIELD % "UUID")],
 }
+
+
+def placed(findings: str) -> str:
+    """Return the findings with the index of their GPU, and the run and rank on it, added as gpu, run and rank."""
+    index = f'topk by (uuid) (1, max by (uuid, gpu) ({m.GPU_INFO}{{uuid!=""}}))'
+    rank = f'topk by (uuid) (1, max by (uuid, run, rank) ({m.TRAINING_RANK_INFO}{{uuid!=""}}))'
+    on_gpu = f"{findings} * on (uuid) group_left (gpu) {index}"
+    return (
+        f"({on_gpu} * on (uuid) group_left (run, rank) {rank} or {on_gpu} unless on (uuid) {rank} or "
+        f"{findings} unless on (uuid) {index})"
+    )
 
 
 def _table(
     title: str, text: str, findings: str, headings: tuple[str, ...], width: int, height: int, no_data: str
 ) -> d.Json:
+    hidden = ("UUID",) if "GPU" in headings else ()
     return d.label_table(
         title,
         text,
         findings,
-        labels={_COLUMNS[heading]: heading for heading in headings},
+        labels={_COLUMNS[heading]: heading for heading in (*headings, *hidden)},
         links={heading: links for heading, links in _LINKS.items() if {heading, "Node"} <= {*headings}},
+        hidden=hidden,
         width=width,
         height=height,
         no_data=no_data,

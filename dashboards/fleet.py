@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dashboards as d
 from alerts import recording as r
-from dashboards import findings
+from dashboards import findings, verdict
 from dashboards import parts as p
 from flopwatch import catalogue as m
 
@@ -20,12 +20,29 @@ LOST_1D = (
     f"{r.STRAGGLER_LOST_1D})"
 )
 FINDINGS = findings.on_hosts(findings.SHIPPED)
+NAMED = verdict.named('run!=""', f'{TENANT}, run!=""')
 
 
 def of_runs(expr: str) -> str:
     """Return `expr`, whose series have `run`, for the LINES runs with the most GPUs only."""
     return f"{expr} and on (run) topk({p.LINES}, max by (run) ({m.RUN_GPUS}{LEDGER}))"
 
+
+alerting = [
+    findings.table(
+        "Firing alerts on all runs and hosts, and reasons of the verdicts on all hosts, one row for each incident.",
+        f"{NAMED} or ({findings.placed(FINDINGS)} unless on (alertname, run) {NAMED})",
+        "Run",
+        "Rank",
+        "Node",
+        "GPU",
+        "$ an hour",
+        "Device",
+        "Port",
+        "Part",
+        "Leaf",
+    )
+]
 
 now = [
     d.gauge(
@@ -81,16 +98,16 @@ now = [
         d.Query(f"count(max by (host) ({findings.on_hosts(findings.HOSTS)})) or vector(0)", instant=True),
         thresholds=p.FEW,
         links=[d.link("Nodes", p.NODE)],
-        width=3,
+        width=4,
         height=6,
     ),
     d.stat(
-        "Cost of lost time, one day",
+        "Lost, one day",
         "Cost in US dollars of the last day's GPU time that was not productive, at the price per GPU-hour above. It "
         "includes waits for stragglers. Expected: less than a tenth of the cost of all GPU time held.",
         d.Query(f"sum({LOST_1D}) * {COST}", instant=True),
         unit="currencyUSD",
-        width=4,
+        width=3,
         height=6,
     ),
 ]
@@ -115,6 +132,7 @@ runs = [
         key="run",
         labels={"run": "Run"},
         sort="GPUs",
+        height=8,
         links={
             "Run": [
                 p.to_run(d.FIELD % "Run"),
@@ -128,15 +146,13 @@ runs = [
 time = [
     d.timeseries(
         "GPU time by bucket",
-        "Number of GPUs whose time is in each bucket, over all runs. Time counts when a step or an attempt ends. "
-        "After a long one, the sum is therefore higher for some minutes than the number of GPUs. Expected: mostly "
+        "Share of all runs' GPU time in each bucket. Time counts when a step or an attempt ends. Expected: mostly "
         "`productive`, in reinforcement learning also `generation`.",
-        d.Query(
-            f"sum by (bucket) (max by (tenant, run, bucket) (rate({m.RUN_GPU_SECONDS_TOTAL}{LEDGER}{p.RATE})))",
-            "{{bucket}}",
-        ),
-        unit="none",
+        *p.buckets(f"{m.RUN_GPU_SECONDS_TOTAL}{{{TENANT}, %s}}", share=True),
+        unit="percentunit",
+        top=1,
         stacked=True,
+        colors=p.BUCKETS,
     ),
     d.timeseries(
         "MFU of the largest runs",
@@ -153,6 +169,7 @@ time = [
         "queued.",
         d.Query(r.FLEET_ALLOCATED, "allocated"),
         d.Query(r.FLEET_IDLE, "unallocated"),
+        colors={"allocated": "green", "unallocated": "yellow"},
         unit="none",
         stacked=True,
     ),
@@ -186,7 +203,7 @@ losses = [
             instant=True,
         ),
         unit="s",
-        width=12,
+        width=8,
         no_data="No incident was counted in the time shown. The ledger first collects evidence for five minutes.",
     ),
     d.stat(
@@ -196,7 +213,7 @@ losses = [
         "falling.",
         d.Query(r.FLEET_MTTF),
         unit="s",
-        width=6,
+        width=4,
         height=8,
         no_data="No attempt ended unplanned in the last 30 days, as of the last full hour.",
     ),
@@ -206,13 +223,10 @@ losses = [
         "end, over 30 days. Expected: a few minutes. Otherwise look at scheduling, start-up and restore.",
         d.Query(r.FLEET_MTTR),
         unit="s",
-        width=6,
+        width=4,
         height=8,
         no_data="No recovery from an unplanned end in the last 30 days, as of the last full hour.",
     ),
-]
-
-nodes = [
     d.table(
         "Lemons",
         "Hosts that make runs fail again and again. The score counts unplanned ends, critical Xids, straggling ranks "
@@ -230,21 +244,8 @@ nodes = [
         sort="Score",
         links={"Node": [p.to_node(d.FIELD % "Node")]},
         width=8,
+        height=8,
         no_data="No host had a sign of failure in the last seven days.",
-    ),
-    findings.table(
-        "Firing alerts on all runs and hosts, and reasons of the verdicts on all hosts.",
-        FINDINGS,
-        "Run",
-        "Node",
-        "GPU",
-        "Device",
-        "Port",
-        "Part",
-        "Leaf",
-        "Xid",
-        width=16,
-        height=10,
     ),
 ]
 
@@ -253,5 +254,6 @@ BOARD = d.dashboard(
     "Fleet",
     "MFU, goodput and cost of all runs, the GPUs in use, and the hosts that need attention.",
     [p.tenant, p.price],
-    {"Now": now, "Each run": runs, "Over time": time, "Losses": losses, "Hosts and findings": nodes},
+    {"Now": now, "Incidents": alerting, "Each run": runs, "Over time": time, "Losses": losses},
+    [p.alert_marks(findings.SHIPPED)],
 )

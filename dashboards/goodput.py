@@ -70,6 +70,7 @@ spent = [
         "Wall clock of the run so far, by bucket. Expected: mostly `productive`. docs/goodput.md explains the buckets.",
         d.Query(f"sort_desc(max by (bucket) ({m.RUN_SECONDS_TOTAL}{ALL}) > 0)", "{{bucket}}", instant=True),
         unit="s",
+        colors=p.BUCKETS,
         width=12,
         height=9,
     ),
@@ -83,6 +84,7 @@ spent = [
             instant=True,
         ),
         unit="currencyUSD",
+        colors=p.BUCKETS,
         width=12,
         height=9,
     ),
@@ -90,7 +92,8 @@ spent = [
         "Buckets over time",
         "Share of the wall clock in each bucket, in a short window before each point. Expected: mostly `productive`. "
         "A gap is time that has no bucket yet.",
-        d.Query(f"max by (bucket) (rate({m.RUN_SECONDS_TOTAL}{ALL}{p.RATE}))", "{{bucket}}"),
+        *p.buckets(f"{m.RUN_SECONDS_TOTAL}{{{LEDGER}, %s}}"),
+        colors=p.BUCKETS,
         unit="percentunit",
         top=1,
         stacked=True,
@@ -173,7 +176,7 @@ checkpoints = [
         no_data="No durable checkpoint yet, or the run has ended or is queued.",
     ),
     d.stat(
-        "Since the last checkpoint",
+        "Last checkpoint",
         "Age of the newest durable checkpoint. Expected: at most the usual checkpoint interval.",
         d.Query(f"time() - max({m.RUN_COMMITTED_TIMESTAMP_SECONDS}{ALL})", instant=True),
         unit="s",
@@ -181,10 +184,10 @@ checkpoints = [
         no_data="No durable checkpoint yet.",
     ),
     d.stat(
-        "Best checkpoint interval",
-        "Young and Daly's optimum: the square root of twice the time to failure times the time that a checkpoint "
-        "blocks training. Expected: near the interval that the run uses. The time of a checkpoint is a mean of the "
-        "time shown.",
+        "Best interval",
+        "Best interval between checkpoints. By Young and Daly, it is the square root of twice the time to failure "
+        "times the time that a checkpoint blocks training. Expected: near the interval that the run uses. The time of "
+        "a checkpoint is a mean of the time shown.",
         d.Query(
             f'sqrt(2 * max({r.MTTF}{ALL}) * max(increase({m.RUN_SECONDS_TOTAL}{{{LEDGER}, bucket="checkpoint_save"}}'
             f"[$__range])) / (max(changes({m.RUN_COMMITTED_STEPS}{ALL}[$__range])) > 0))",

@@ -59,8 +59,8 @@ owner = [
             "vbios_version": "VBIOS",
         },
         links={"Node": [p.to_node(d.FIELD % "Node"), p.to_fabric(d.FIELD % "Node")]},
-        width=12,
-        height=5,
+        width=24,
+        height=4,
     ),
     d.label_table(
         "Owner",
@@ -74,8 +74,8 @@ owner = [
             "owner_user": "User",
             "source": "Source",
         },
-        width=6,
-        height=5,
+        width=12,
+        height=4,
     ),
     d.label_table(
         "Ranks",
@@ -83,8 +83,8 @@ owner = [
         f"{m.TRAINING_RANK_INFO}{ONE}",
         labels={"run": "Run", "rank": "Rank"},
         links={"Run": [p.to_run(d.FIELD % "Run")]},
-        width=6,
-        height=5,
+        width=12,
+        height=4,
     ),
     d.stat(
         "Answers",
@@ -223,7 +223,7 @@ links = [
         "NVLink errors by kind, and PCIe packets retransmitted (replays), per second. Expected: none that last.",
         d.Query(rate(m.NVLINK_ERRORS_TOTAL, "error"), "NVLink {{error}}"),
         d.Query(rate(m.GPU_PCIE_REPLAYS_TOTAL), "PCIe replays"),
-        unit="cps",
+        unit=p.PER_SECOND,
     ),
     d.timeseries(
         "Memory errors",

@@ -9,8 +9,25 @@ from dashboards import parts as p
 from flopwatch import catalogue as m
 
 IDLE = 0.01  # of the time
-WORST = f"topk({p.LINES}, "
-INFO = f"max by (uuid, gpu, host, model) ({m.GPU_INFO})"
+RANKED = 10  # GPUs, as many as a panel has room for
+
+
+def chosen(cards: str, variable: str, of_choice: str) -> str:
+    """Return `cards`, only those of `of_choice` unless the variable is All. GPUs without a run or rack are in All."""
+    every = f'label_replace(vector(1), "any", "x", "none", "${variable}")'
+    is_all = f'({every} and on (any) label_replace(vector(1), "any", "x", "", ""))'
+    return f"({cards} and {of_choice} or {cards} and on () {is_all})"
+
+
+INFO = chosen(
+    chosen(
+        f'max by (uuid, gpu, host, model) ({m.GPU_INFO}{{model=~"$model"}})',
+        "rack",
+        f'on (host) {m.HOST_TOPOLOGY_INFO}{{rack=~"$rack"}}',
+    ),
+    "run",
+    f'on (uuid) {m.TRAINING_RANK_INFO}{{run=~"$run"}}',
+)
 TO_GPU = [p.to_gpu(d.LABEL % "host", d.LABEL % "uuid")]
 NAME = "{{host}} {{gpu}}"
 FINDINGS = findings.on_gpus()
@@ -22,7 +39,7 @@ UNUSED = (
     f"max by (uuid) (max_over_time({m.GPU_UTILIZATION_RATIO}[30m])) < {IDLE})"
 )
 ROW = {"host": "Node", "gpu": "GPU", "uuid": "UUID"}
-ROW_LINKS = {"Node": [p.to_node(d.FIELD % "Node")], "UUID": [p.to_gpu(d.FIELD % "Node", d.FIELD % "UUID")]}
+ROW_LINKS = {"Node": [p.to_node(d.FIELD % "Node")], "GPU": [p.to_gpu(d.FIELD % "Node", d.FIELD % "UUID")]}
 
 
 def worst(per_card: str, take: str = "topk") -> d.Query:
@@ -31,7 +48,7 @@ def worst(per_card: str, take: str = "topk") -> d.Query:
     The series of `per_card` have `uuid`. Host and index of each GPU are added as labels.
     """
     return d.Query(
-        f"{take}({p.LINES}, max by (uuid) ({per_card})) * on (uuid) group_left (host, gpu) topk by (uuid) (1, {INFO})",
+        f"{take}({RANKED}, max by (uuid) ({per_card})) * on (uuid) group_left (host, gpu) topk by (uuid) (1, {INFO})",
         NAME,
         instant=True,
     )
@@ -130,6 +147,8 @@ cards = [
         labels=ROW | {"model": "Model"},
         sort="Xids, 1 d",
         links=ROW_LINKS,
+        hidden=["UUID"],
+        height=8,
         no_data="No GPU needs attention.",
     )
 ]
@@ -137,55 +156,55 @@ cards = [
 tops = [
     d.bargauge(
         "Hottest GPUs",
-        f"Newest temperature of the {p.LINES} hottest GPUs. Expected: no outlier. Each GPU model has its own limit.",
+        f"Newest temperature of the {RANKED} hottest GPUs. Expected: no outlier. Each GPU model has its own limit.",
         worst(str(m.GPU_TEMPERATURE_CELSIUS)),
         unit="celsius",
         thresholds=p.HOT,
         links=TO_GPU,
-        height=10,
+        height=8,
     ),
     d.bargauge(
         "Most throttled GPUs",
-        f"Share of the last five minutes in which the clock was throttled, for the {p.LINES} GPUs with most. A power "
+        f"Share of the last five minutes in which the clock was throttled, for the {RANKED} GPUs with most. A power "
         "cap (sw_power_cap) does not count. Expected: none. Thermal and hardware reasons point to a fan, a heat sink "
         "or a power supply.",
         worst(f"max by (uuid, instance) (rate({m.GPU_CLOCK_EVENT_SECONDS_TOTAL}{{{p.HELD}}}[5m])) > 0"),
         unit="percentunit",
         thresholds=p.HELD_BACK,
         links=TO_GPU,
-        height=10,
+        height=8,
         no_data="No GPU was throttled in the last five minutes.",
     ),
     d.bargauge(
         "Lowest SM clocks under load",
-        f"SM clock of the {p.LINES} GPUs with the lowest clocks, of those with a utilisation above 50 %. Expected: "
+        f"SM clock of the {RANKED} GPUs with the lowest clocks, of those with a utilisation above 50 %. Expected: "
         "GPUs of the same model alike.",
         worst(f"{m.GPU_SM_CLOCK_HERTZ} and on (instance, uuid) {m.GPU_UTILIZATION_RATIO} > 0.5", "bottomk"),
         unit="hertz",
         links=TO_GPU,
-        height=10,
+        height=8,
         no_data="No GPU has a utilisation above 50 %.",
     ),
     d.bargauge(
         "Corrected memory errors, one day",
-        f"Corrected memory errors in the last day, for the {p.LINES} GPUs with most. Expected: few. Thousands can "
+        f"Corrected memory errors in the last day, for the {RANKED} GPUs with most. Expected: few. Thousands can "
         "lead to remapped rows or failure.",
         worst(f'increase({m.GPU_ECC_ERRORS_TOTAL}{{error="corrected"}}[1d]) > 0'),
         unit="none",
         thresholds=p.FEW,
         links=TO_GPU,
-        height=10,
+        height=8,
         no_data="No corrected memory errors in the last day.",
     ),
     d.bargauge(
         "PCIe replays, one hour",
-        f"PCIe packets retransmitted in the last hour, for the {p.LINES} GPUs with most. Expected: few. Otherwise "
+        f"PCIe packets retransmitted in the last hour, for the {RANKED} GPUs with most. Expected: few. Otherwise "
         "check slot, riser or cable.",
         worst(f"increase({m.GPU_PCIE_REPLAYS_TOTAL}[1h]) > 0"),
         unit="none",
         thresholds=p.FEW,
         links=TO_GPU,
-        height=10,
+        height=8,
         no_data="No PCIe replays in the last hour.",
     ),
     d.bargauge(
@@ -194,7 +213,7 @@ tops = [
         "by host and owner, or by run if no owner is known. Expected: none that last for hours. Ask the owner, or "
         "cancel the job.",
         d.Query(
-            f"topk({p.LINES}, count by (host, owner_namespace, owner_pod, owner_job, owner_user) ({OWNED} "
+            f"topk({RANKED}, count by (host, owner_namespace, owner_pod, owner_job, owner_user) ({OWNED} "
             f"and on (uuid) {UNUSED}) or count by (host, run) (group by (host, run, uuid) ({m.TRAINING_RANK_INFO}) "
             f"and on (uuid) {UNUSED} unless on (uuid) {OWNED}))",
             "{{host}} {{owner_namespace}} {{owner_pod}} {{owner_job}} {{owner_user}} {{run}}",
@@ -203,8 +222,43 @@ tops = [
         unit="none",
         thresholds=p.FEW,
         links=[p.to_node(d.LABEL % "host")],
-        height=10,
+        height=8,
         no_data="No allocated GPU was unused in the last half an hour.",
+    ),
+]
+
+BUSY = {"below 10 %": (0, 0.1), "10 to 50 %": (0.1, 0.5), "50 to 90 %": (0.5, 0.9), "90 % or more": (0.9, 9)}
+
+
+def spread(title: str, text: str, per_card: str) -> d.Json:
+    """Return a panel with the number of chosen GPUs in each range of BUSY of `per_card`."""
+    of_chosen = f"(max by (uuid) ({per_card}) and on (uuid) {INFO})"
+    return d.bargauge(
+        title,
+        text,
+        *(d.Query(f"count({of_chosen} >= {low} < {high})", name, instant=True) for name, (low, high) in BUSY.items()),
+        unit="none",
+        height=6,
+        no_data="No chosen GPU reports it.",
+    )
+
+
+activity = [
+    spread(
+        "GPUs by utilisation",
+        "Number of GPUs by the share of time in which a kernel ran. Expected: GPUs of runs at 90 % or more.",
+        str(m.GPU_UTILIZATION_RATIO),
+    ),
+    spread(
+        "GPUs by tensor activity",
+        "Number of GPUs by the share of the last five minutes in which tensor cores worked. Expected: 10 to 50 % in "
+        "training, near the MFU of the run.",
+        f"rate({m.GPU_TENSOR_ACTIVE_SECONDS_TOTAL}[5m])",
+    ),
+    spread(
+        "GPUs by memory in use",
+        "Number of GPUs by the share of their memory in use. Expected: 50 % or more on GPUs of runs.",
+        f"{m.GPU_MEMORY_USED_BYTES} / {m.GPU_MEMORY_TOTAL_BYTES}",
     ),
 ]
 
@@ -215,6 +269,7 @@ kinds = [
         d.Query(f"sort_desc(count by (model) (max by (uuid, model) ({m.GPU_INFO})))", "{{model}}", instant=True),
         unit="none",
         width=8,
+        height=5,
     ),
     d.bargauge(
         "Driver versions",
@@ -226,17 +281,19 @@ kinds = [
         ),
         unit="none",
         width=8,
+        height=5,
     ),
     d.bargauge(
         "VBIOS versions",
         "Number of GPUs by model and VBIOS version. Expected: one version per model.",
         d.Query(
-            f"topk({p.LINES}, count by (model, vbios_version) (max by (uuid, model, vbios_version) ({m.GPU_INFO})))",
+            f"topk({RANKED}, count by (model, vbios_version) (max by (uuid, model, vbios_version) ({m.GPU_INFO})))",
             "{{model}} {{vbios_version}}",
             instant=True,
         ),
         unit="none",
         width=8,
+        height=5,
     ),
 ]
 
@@ -244,6 +301,17 @@ BOARD = d.dashboard(
     p.GPUS,
     "GPU fleet",
     "Which of all GPUs are hot, slow, faulty or unused.",
-    [],
-    {"Now": now, "Faults": cards, "Worst GPUs": tops, "Models and versions": kinds},
+    [
+        d.variable("model", "Model", f"label_values({m.GPU_INFO}, model)", everything=True),
+        d.variable("rack", "Rack", f"label_values({m.HOST_TOPOLOGY_INFO}, rack)", everything=True),
+        d.variable("run", "Run", f"label_values({m.TRAINING_RANK_INFO}, run)", everything=True),
+    ],
+    {
+        "Now": now,
+        "Faults": cards,
+        "Activity of the chosen GPUs": activity,
+        "Worst GPUs": tops,
+        "Models and versions": kinds,
+    },
+    [p.alert_marks('uuid!=""')],
 )

@@ -94,8 +94,9 @@ sources = [
             f"sum by (collector, reason) (rate({m.FLOPWATCH_COLLECTOR_FAILURES_TOTAL}{SOURCE}{p.RATE})) > 0",
             "{{collector}} {{reason}}",
         ),
-        unit="cps",
+        unit=p.PER_SECOND,
         width=12,
+        height=8,
         no_data="No read failed in the time shown.",
     ),
     d.label_table(
@@ -106,7 +107,7 @@ sources = [
         labels={"host": "Node", "instance": "Exporter", "collector": "Collector"},
         links={"Node": [p.to_node(d.FIELD % "Node")]},
         width=8,
-        height=8,
+        height=6,
         no_data="No collector fails now.",
     ),
     d.label_table(
@@ -117,7 +118,7 @@ sources = [
         labels={"run": "Run", "reason": "Reason"},
         links={"Run": [p.to_run(d.FIELD % "Run")]},
         width=8,
-        height=8,
+        height=6,
         no_data="No run lacks an MFU.",
     ),
     d.timeseries(
@@ -128,8 +129,9 @@ sources = [
             f"sum by (collector, reason) (rate({m.FLOPWATCH_COLLECTOR_RESTARTS_TOTAL}{SOURCE}{p.RATE})) > 0",
             "{{collector}} {{reason}}",
         ),
-        unit="cps",
+        unit=p.PER_SECOND,
         width=8,
+        height=6,
         no_data="No reader process was replaced in the time shown.",
     ),
 ]
@@ -140,7 +142,7 @@ flow = [
         "Pushes per second from training processes to exporters, by outcome. Expected: only `accepted`. "
         "docs/metrics.md explains the outcomes.",
         d.Query(f"sum by (outcome) (rate({m.FLOPWATCH_OTLP_PUSHES_TOTAL}{p.RATE}))", "{{outcome}}"),
-        unit="cps",
+        unit=p.PER_SECOND,
     ),
     d.timeseries(
         "Records to the ledger",
@@ -149,8 +151,9 @@ flow = [
         "refused records are lost.",
         d.Query(f"sum by (outcome) (rate({m.FLOPWATCH_LEDGER_RECORDS_SENT_TOTAL}{p.RATE}))", "sent: {{outcome}}"),
         d.Query(f"sum by (outcome) (rate({m.FLOPWATCH_LEDGER_REQUESTS_TOTAL}{p.RATE}))", "received: {{outcome}}"),
-        unit="cps",
-        no_data="There is no ledger.",
+        unit=p.PER_SECOND,
+        height=6,
+        no_data="No exporter sends records to a ledger.",
     ),
     d.timeseries(
         "Dropped samples",
@@ -160,7 +163,8 @@ flow = [
         d.Query(
             f"sum by (collector) (rate({m.FLOPWATCH_SERIES_DUPLICATE_TOTAL}{p.RATE})) > 0", "duplicate: {{collector}}"
         ),
-        unit="cps",
+        unit=p.PER_SECOND,
+        height=6,
         no_data="No sample was dropped in the time shown.",
     ),
     d.timeseries(
@@ -168,9 +172,10 @@ flow = [
         "Errors per second that the training hook caught, by run. Expected: none. The hook logs each kind of error "
         "once in the job's log.",
         d.Query(f"topk({p.LINES}, sum by (run) (rate({m.TRAINING_HOOK_ERRORS_TOTAL}{p.RATE})) > 0)", "{{run}}"),
-        unit="cps",
+        unit=p.PER_SECOND,
         links=[p.to_run(d.LABEL % "run")],
         width=12,
+        height=6,
         no_data="No hook had an error in the time shown.",
     ),
     d.timeseries(
@@ -178,8 +183,9 @@ flow = [
         "Kernel log records per second that were overwritten before exporters read them, on all hosts. Expected: "
         "none. An Xid may be among them.",
         d.Query(f"sum(rate({m.FLOPWATCH_KERNEL_LOG_LOST_TOTAL}{p.RATE}))", "lost"),
-        unit="cps",
+        unit=p.PER_SECOND,
         width=12,
+        height=6,
         no_data="No exporter reads the kernel log.",
     ),
 ]
@@ -190,6 +196,7 @@ rest = [
         "Number of exporters by version. Expected: one version. Several mean an upgrade that is not finished.",
         d.Query(f"sort_desc(count by (version) ({m.FLOPWATCH_BUILD_INFO}))", "{{version}}", instant=True),
         unit="none",
+        height=6,
         width=8,
     ),
     d.label_table(
@@ -200,11 +207,15 @@ rest = [
         labels={"host": "Node"},
         links={"Node": [p.to_node(d.FIELD % "Node")]},
         width=8,
-        height=8,
+        height=6,
         no_data="No driver is released.",
     ),
-    findings.alerts(
-        "Firing alerts on the monitoring itself.", findings.of_alerts('alertname=~"Flopwatch.*"'), "Node", width=8
+    findings.firing(
+        "Firing alerts on the monitoring itself.",
+        findings.of_alerts('alertname=~"Flopwatch.*"'),
+        "Node",
+        width=8,
+        height=6,
     ),
 ]
 
@@ -214,4 +225,5 @@ BOARD = d.dashboard(
     "Are the values of the other dashboards correct and current?",
     [d.variable("source", "Collector", f"label_values({m.FLOPWATCH_COLLECTOR_SUCCESS}, collector)", everything=True)],
     {"Now": now, "Collectors": sources, "Pushes, records and samples": flow, "Versions, drivers and alerts": rest},
+    [p.alert_marks('alertname=~"Flopwatch.+"')],
 )

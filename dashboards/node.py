@@ -37,7 +37,7 @@ verdict = [
         FINDINGS,
         here(str(m.HOST_VERDICT_ID)),
         width=3,
-        height=5,
+        height=4,
     ),
     d.stat(
         "Lemon score",
@@ -48,7 +48,7 @@ verdict = [
         d.Query(f"max({r.LEMON}{{{NODE}}}) or vector(0)", instant=True),
         thresholds=[(None, "green"), (1, "orange"), (3, "red")],
         width=3,
-        height=5,
+        height=4,
     ),
     d.stat(
         "Maintenance",
@@ -56,8 +56,9 @@ verdict = [
         "done.",
         d.Query(f"max({m.HOST_MAINTENANCE_UNTIL_TIMESTAMP_SECONDS}{{{NODE}}} - time()) > 0 or vector(0)", instant=True),
         unit="s",
+        mappings={0: ("none", "green")},
         width=3,
-        height=5,
+        height=4,
     ),
     d.label_table(
         "Location",
@@ -66,19 +67,21 @@ verdict = [
         labels={"rack": "Rack", "leaf": "Leaf", "domain": "NVLink domain"},
         links={"Rack": [d.link("Rack", p.RACK, rack=d.FIELD % "Rack")]},
         width=15,
-        height=5,
+        height=4,
         no_data="The topology of the host is unknown (docs/identity.md).",
     ),
     findings.table(
         "Firing alerts on the host and its parts, and reasons of its verdict.",
-        FINDINGS,
+        findings.placed(FINDINGS),
         "Run",
+        "Rank",
         "Node",
         "GPU",
         "Device",
         "Port",
         "Part",
         "Xid",
+        height=6,
     ),
 ]
 
@@ -110,8 +113,9 @@ cards = [
         labels={"gpu": "GPU", "uuid": "UUID", "model": "Model"},
         sort="GPU",
         ascending=True,
-        height=9,
-        links={"UUID": [p.to_gpu("$host", d.FIELD % "UUID")]},
+        height=10,
+        links={"GPU": [p.to_gpu("$host", d.FIELD % "UUID")]},
+        hidden=["UUID"],
     ),
     d.timeseries(
         "Utilisation",
@@ -181,7 +185,7 @@ ports = [
             f"{port(f'rate({m.INFINIBAND_LINK_ERROR_RECOVERY_TOTAL}{p.RATE})')} > 0", "{{device}}/{{port}} recoveries"
         ),
         d.Query(f"{port(f'rate({m.INFINIBAND_LINK_DOWNED_TOTAL}{p.RATE})')} > 0", "{{device}}/{{port}} downs"),
-        unit="cps",
+        unit=p.PER_SECOND,
         width=6,
         links=[p.to_fabric("$host")],
         no_data="No InfiniBand port had such errors in the time shown.",
@@ -196,6 +200,12 @@ ranks = [
         "stopped or blocked in the kernel.",
         [
             d.Column("Rank", f"max by (rank, run, uuid) ({m.TRAINING_RANK_INFO}{{{NODE}}})", unit=None),
+            d.Column(
+                "Index",
+                f"max by (rank, gpu) (max by (rank, uuid) ({m.TRAINING_RANK_INFO}{{{NODE}}}) "
+                f"* on (uuid) group_left (gpu) topk by (uuid) (1, max by (uuid, gpu) ({m.GPU_INFO}{{{NODE}}})))",
+                unit=None,
+            ),
             d.Column(
                 "Straggler",
                 f"max by (rank) ({r.CONFIRMED} and on (run, rank) {m.TRAINING_RANK_INFO}{{{NODE}}})",
@@ -213,12 +223,13 @@ ranks = [
             ),
         ],
         key="rank",
-        labels={"rank": "Rank", "run": "Run", "uuid": "GPU"},
+        labels={"rank": "Rank", "run": "Run", "gpu": "GPU", "uuid": "UUID"},
         sort="Straggler",
-        height=9,
+        height=10,
+        hidden=["UUID"],
         links={
             "Run": [p.to_run(d.FIELD % "Run"), d.link("Stragglers", p.STRAGGLERS, run=d.FIELD % "Run")],
-            "GPU": [p.to_gpu("$host", d.FIELD % "GPU")],
+            "GPU": [p.to_gpu("$host", d.FIELD % "UUID")],
         },
     )
 ]

@@ -56,22 +56,39 @@ def timeseries(
     thresholds: Sequence[Threshold] = (),
     top: float | None = None,
     stacked: bool = False,
+    colors: Mapping[str, str] | None = None,
+    band: tuple[str, str] | None = None,
     links: Sequence[Json] = (),
     width: int = 8,
     height: int = 8,
     no_data: str = "",
 ) -> Json:
-    """Return a panel of lines over time. Thresholds are dashed lines. `top` fixes the axis to the range 0 to `top`."""
+    """Return a panel of lines over time. Thresholds are dashed lines. `top` fixes the axis to the range 0 to `top`.
+
+    `colors` maps legends to fixed colors. `band` has the legends of the lower and upper edge of a gray band.
+    """
     custom = {
         "drawStyle": "line",
         "lineWidth": 1,
-        "fillOpacity": 60 if stacked else 8,
+        "fillOpacity": 60 if stacked else 0,
         "showPoints": "auto",
         "spanNulls": False,
         "stacking": {"mode": "normal" if stacked else "none", "group": "A"},
         "thresholdsStyle": {"mode": "dashed" if thresholds else "off"},
         "axisSoftMin": 0,
+        # Without it, Grafana gives a line of zeros an axis up to 100.
+        "axisSoftMax": 0.1 if unit == "percentunit" else 1,
     }
+    overrides = _colored(colors)
+    if band is not None:
+        gray, edge = (
+            {"id": "color", "value": {"mode": "fixed", "fixedColor": "gray"}},
+            {"id": "custom.lineWidth", "value": 0},
+        )
+        fill = {"id": "custom.fillBelowTo", "value": band[0]}, {"id": "custom.fillOpacity", "value": 25}
+        unlisted = {"id": "custom.hideFrom", "value": {"legend": True, "tooltip": False, "viz": False}}
+        overrides += [override(band[0], gray, edge, unlisted), override(band[1], gray, edge, unlisted, *fill)]
+        overrides += [override("median", gray, {"id": "custom.lineWidth", "value": 2})]
     defaults: Json = {"unit": unit, "color": {"mode": "palette-classic"}, "custom": custom}
     if top is not None:
         defaults |= {"min": 0, "max": top}
@@ -89,7 +106,15 @@ def timeseries(
         options,
         (width, height),
         no_data,
+        overrides=overrides,
     )
+
+
+def _colored(colors: Mapping[str, str] | None) -> list[Json]:
+    return [
+        override(name, {"id": "color", "value": {"mode": "fixed", "fixedColor": color}})
+        for name, color in (colors or {}).items()
+    ]
 
 
 def stat(
@@ -110,16 +135,12 @@ def stat(
     """Return a panel with one big value. With `name`, it shows the legend instead, coloured by `colors`."""
     options = {
         "colorMode": "value",
-        "graphMode": "none" if name else "area",
+        "graphMode": "none",
         "justifyMode": "auto",
         "orientation": "auto",
         "reduceOptions": {"calcs": ["lastNotNull"], "fields": "", "values": False},
         "textMode": "name" if name else "value",
     }
-    overrides = [
-        override(text, {"id": "color", "value": {"mode": "fixed", "fixedColor": color}})
-        for text, color in (colors or {}).items()
-    ]
     defaults = {"unit": unit, "color": {"mode": "thresholds"}} | mapped(mappings) | _links(links)
     return panel(
         "stat",
@@ -131,7 +152,7 @@ def stat(
         options,
         (width, height),
         no_data,
-        overrides=overrides,
+        overrides=_colored(colors),
     )
 
 
@@ -165,21 +186,24 @@ def heatmap(
     *,
     unit: str,
     top: float,
-    scheme: str = "Oranges",
+    color: str = "red",
     links: Sequence[Json] = (),
     width: int = COLUMNS,
     height: int = 12,
     no_data: str = "",
 ) -> Json:
-    """Return a heatmap with a row of cells over time for each series. The colours range from 0 to `top`."""
+    """Return a heatmap with a row of cells over time for each series, from transparent at 0 to `color` at `top`.
+
+    Opacity reads alike on dark and light pages. Grafana reverses a color scheme on one of them.
+    """
     options = {
         "calculate": False,
         "cellGap": 1,
         "cellValues": {"unit": unit},
         "color": {
-            "mode": "scheme",
-            "scheme": scheme,
-            "fill": "dark-orange",
+            "mode": "opacity",
+            "scheme": "Oranges",
+            "fill": color,
             "scale": "exponential",
             "exponent": 1,
             "steps": 64,
@@ -262,10 +286,10 @@ def status_history(
 def bargauge(
     title: str,
     description: str,
-    query: Query,
-    *,
+    *queries: Query,
     unit: str,
     thresholds: Sequence[Threshold] = (),
+    colors: Mapping[str, str] | None = None,
     links: Sequence[Json] = (),
     width: int = 8,
     height: int = 8,
@@ -285,7 +309,18 @@ def bargauge(
         "reduceOptions": {"calcs": ["lastNotNull"], "fields": "", "values": False},
     }
     defaults = {"unit": unit, "min": 0, "color": {"mode": "thresholds"}} | _links(links)
-    return panel("bargauge", title, description, [query], thresholds, defaults, options, (width, height), no_data)
+    return panel(
+        "bargauge",
+        title,
+        description,
+        queries,
+        thresholds,
+        defaults,
+        options,
+        (width, height),
+        no_data,
+        overrides=_colored(colors),
+    )
 
 
 def _states(

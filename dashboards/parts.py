@@ -17,6 +17,9 @@ from alerts import recording as r
 from flopwatch import catalogue as m
 
 LINES = 16
+ANY_BUCKET = 'bucket!=""'
+PER_SECOND = "suffix:/s"  # Grafana's own unit for this shows "c/s"
+BAND = ("5 % of all", "95 % of all")
 RATE = f"[{d.RATE_INTERVAL}]"
 SETTINGS = AlertSettings()
 ALERTS = "|".join(sorted({alert.name for alert in alerts(SETTINGS)}))
@@ -38,6 +41,22 @@ ERRORS: list[d.Threshold] = [(None, "green"), (1, "red")]
 FEW: list[d.Threshold] = [(None, "green"), (1, "orange")]
 HELD = 'reason!~"sw_power_cap|gpu_idle"'  # a power cap under full load is normal
 ONE_IS_BAD: d.Mappings = {0: ("no", "green"), 1: ("yes", "red")}
+
+# Green is progress, red is lost, amber waits, blue saves or restores, purple prepares.
+BUCKETS = {
+    "productive": "green",
+    "generation": "dark-green",
+    "evaluation": "super-light-green",
+    "lost": "red",
+    "down": "dark-red",
+    "queue": "yellow",
+    "data_stall": "orange",
+    "startup": "purple",
+    "compile": "light-purple",
+    "checkpoint_save": "light-blue",
+    "checkpoint_restore": "blue",
+    "other": "gray",
+}
 
 tenant = d.variable("tenant", "Tenant", f"label_values({m.RUN_STATE}, tenant)", everything=True)
 run = d.variable("run", "Run", f'label_values({{__name__=~"{m.TRAINING_RANK_INFO}|{m.RUN_STATE}"}}, run)')
@@ -82,6 +101,35 @@ def most(expr: str, take: str = "topk", lines: int = LINES) -> str:
     """
     at_end = _SELECTOR.sub(lambda found: f"{found[0]} @ end()", expr)
     return f"({expr}) and ({take}({lines}, {at_end}) or {take}({lines}, {expr}) unless on () ({at_end}))"
+
+
+def buckets(selector: str, *, share: bool = False) -> list[d.Query]:
+    """Return queries for the rate of seconds in each bucket that is not empty throughout, productive first.
+
+    `selector` has %s for the matcher of the bucket. With `share`, the rates are divided by their sum.
+    """
+
+    def total(function: str, window: str, matcher: str, by: str = "by (bucket)") -> str:
+        return f"sum {by} (max by (tenant, run, bucket) ({function}({selector % matcher}{window})))"
+
+    every = f" / on () group_left () {total('rate', RATE, ANY_BUCKET, '')}" if share else ""
+    return [
+        d.Query(
+            f"{total('rate', RATE, matcher)}{every} and on (bucket) "
+            f"({total('increase', '[$__range] @ end()', matcher)} > 0)",
+            "{{bucket}}",
+        )
+        for matcher in ('bucket="productive"', 'bucket!="productive"')
+    ]
+
+
+def outliers(expr: str, legend: str, take: str = "topk", lines: int = 3) -> list[d.Query]:
+    """Return queries for a panel with the `band` BAND: the highest series, the median, and where 90 % of all are."""
+    return [
+        d.Query(most(expr, take, lines), legend),
+        d.Query(f"quantile(0.5, {expr})", "median"),
+        *(d.Query(f"quantile({share}, {expr})", edge) for share, edge in zip((0.05, 0.95), BAND, strict=True)),
+    ]
 
 
 def with_host(expr: str) -> str:

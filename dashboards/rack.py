@@ -78,7 +78,7 @@ nodes = [
         "Hosts side by side",
         "One row per host of the rack. Expected: health ok, lemon score below 3, and hosts of the same job alike.",
         [
-            d.Column("Place", f"max by (host, rack, leaf, domain) ({RACK})", unit=None),
+            d.Column("Place", f"max by (host, leaf, domain) ({RACK})", unit=None),
             d.Column(
                 "Health", f"max by (host) ({FINDINGS} or {by_host(str(m.HOST_VERDICT_ID))})", mappings=findings.HEALTH
             ),
@@ -95,8 +95,9 @@ nodes = [
             d.Column("Lemon score", f"max by (host) ({r.LEMON} and on (host) {RACK})"),
         ],
         key="host",
-        labels={"host": "Node", "rack": "Rack", "leaf": "Leaf", "domain": "NVLink domain"},
+        labels={"host": "Node", "leaf": "Leaf", "domain": "NVLink domain"},
         sort="Health",
+        height=8,
         links={"Node": [p.to_node(d.FIELD % "Node"), p.to_fabric(d.FIELD % "Node")]},
     )
 ]
@@ -135,12 +136,13 @@ domain = [
         "NVLink clusters and cliques",
         "NVLink cluster of each host's GPUs, and the clique of GPUs that can reach each other. Expected: one clique "
         "per NVLink domain. Otherwise check the switch trays.",
-        f"count by (host, cluster, clique) ({m.GPU_FABRIC_INFO} * on (instance) group_left (host) {HERE})",
+        f'count by (host, cluster, clique) ({m.GPU_FABRIC_INFO}{{cluster!~"[0-]*"}} '
+        f"* on (instance) group_left (host) {HERE})",
         labels={"host": "Node", "cluster": "Cluster", "clique": "Clique"},
         links={"Node": [p.to_node(d.FIELD % "Node")]},
         width=12,
-        height=8,
-        no_data="The rack has no NVSwitch fabric.",
+        height=6,
+        no_data="No GPU of the rack belongs to an NVLink cluster.",
     ),
     d.label_table(
         "Compute trays",
@@ -148,7 +150,7 @@ domain = [
         f"count by (host, chassis_serial, tray, slot) ({m.GPU_CHASSIS_INFO} * on (instance) group_left (host) {HERE})",
         labels={"chassis_serial": "Chassis", "tray": "Tray", "slot": "Slot", "host": "Node"},
         width=12,
-        height=8,
+        height=6,
         no_data="The GPUs are older than Blackwell, or DCGM is not read.",
     ),
     d.timeseries(
@@ -159,8 +161,9 @@ domain = [
             f"group_left (host) {HERE}) > 0",
             "{{host}} {{switch}} {{error}}",
         ),
-        unit="cps",
+        unit=p.PER_SECOND,
         width=12,
+        height=6,
         no_data="No NVSwitch errors in the time shown, or DCGM is not read.",
     ),
     d.timeseries(
@@ -177,6 +180,7 @@ domain = [
         unit="celsius",
         thresholds=p.HOT,
         width=12,
+        height=6,
         no_data="DCGM is not read.",
     ),
 ]
@@ -187,4 +191,13 @@ BOARD = d.dashboard(
     "The hosts of a rack, and the NVLink domain that they share.",
     [d.variable("rack", "Rack", f"label_values({m.HOST_TOPOLOGY_INFO}, rack)")],
     {"Now": now, "Each host": nodes, "Over time": time, "NVLink domain": domain},
+    [
+        d.annotation(
+            "Alerts",
+            f'ALERTS{{alertstate="firing", host!=""}} and on (host) {m.HOST_TOPOLOGY_INFO}{{rack="$rack"}}',
+            "{{alertname}}",
+            "red",
+            "{{host}}",
+        )
+    ],
 )

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 
 import dashboards as d
 from alerts import recording as r
-from dashboards import findings
+from dashboards import findings, verdict
 from dashboards import parts as p
-from dashboards.parts import ERRORS, HELD_BACK, HOT, LATE, LINES, RATE, SHARE, UTILIZATION
+from dashboards.parts import ERRORS, HELD_BACK, HOT, LATE, RATE, SHARE, UTILIZATION
 from flopwatch import catalogue as m
 
 RUN = 'run="$run"'
@@ -47,6 +47,7 @@ SYMBOL_ERRORS = f"increase({m.INFINIBAND_SYMBOL_ERRORS_TOTAL}[$__range])"
 THROTTLED = f"rate({m.GPU_CLOCK_EVENT_SECONDS_TOTAL}{RATE})"
 
 now = [
+    verdict.panel(RUN, LEDGER),
     d.stat(
         "State",
         "State of the run: queued, running, down, completed or stopped. Expected: running. If it is down, look at the "
@@ -54,8 +55,23 @@ now = [
         d.Query(f"max by (state) ({m.RUN_STATE}{{{LEDGER}}}) == 1", "{{state}}", instant=True),
         name=True,
         colors={"running": "green", "queued": "yellow", "down": "red", "completed": "blue", "stopped": "blue"},
+        width=4,
+        height=3,
     ),
-    findings.health("Health", "Health of the run.", FINDINGS, f"0 * {m.RUN_STATE}{{{LEDGER}}} or 0 * {RANK_INFO}"),
+    findings.health(
+        "Health", "Health of the run.", FINDINGS, f"0 * {m.RUN_STATE}{{{LEDGER}}} or 0 * {RANK_INFO}", width=4, height=3
+    ),
+    d.stat(
+        "Goodput",
+        "Productive share of the wall clock since the run's first start. Repeated steps are not productive. Expected: "
+        "above 90 %. The panels by bucket below show where the other time went.",
+        d.Query(f"{r.GOODPUT}{{{LEDGER}}}"),
+        unit="percentunit",
+        thresholds=SHARE,
+        links=[d.link("Goodput ledger", p.GOODPUT, tenant="$tenant", run="$run")],
+        width=4,
+        height=3,
+    ),
     d.stat(
         "MFU, 1 h",
         "Model FLOPs over the dense peak FLOPs of the run's GPUs, mean of the last hour. Only time in steps counts, "
@@ -66,6 +82,8 @@ now = [
         unit="percentunit",
         thresholds=UTILIZATION,
         no_data="No steps, or a rank's FLOPs or peak FLOP/s are unknown.",
+        width=4,
+        height=3,
     ),
     d.stat(
         "Effective MFU, 1 h",
@@ -76,15 +94,8 @@ now = [
         unit="percentunit",
         thresholds=UTILIZATION,
         no_data="No time is attributed yet, or the run's FLOPs are unknown.",
-    ),
-    d.stat(
-        "Goodput",
-        "Productive share of the wall clock since the run's first start. Repeated steps are not productive. Expected: "
-        "above 90 %. The panels by bucket below show where the other time went.",
-        d.Query(f"{r.GOODPUT}{{{LEDGER}}}"),
-        unit="percentunit",
-        thresholds=SHARE,
-        links=[d.link("Goodput ledger", p.GOODPUT, tenant="$tenant", run="$run")],
+        width=4,
+        height=3,
     ),
     d.stat(
         "ETTR",
@@ -94,22 +105,27 @@ now = [
         unit="percentunit",
         thresholds=SHARE,
         no_data="The run's time of submission is unknown.",
-        width=2,
+        width=4,
+        height=3,
     ),
     d.stat(
-        "Step time",
-        "Mean duration of an optimizer step in the last five minutes. Expected: constant while the batch size is "
-        "constant.",
-        d.Query(f"{r.STEP_DURATION}{{{RUN}}}"),
-        unit="s",
-        width=2,
+        "Lost now",
+        "Share of each step that the run waits for its late ranks. Expected: 0 %. The suspects below name them.",
+        d.Query(f"{r.STRAGGLER_LOST}{{{RUN}}}"),
+        unit="percentunit",
+        thresholds=LATE,
+        links=[d.link("Stragglers", p.STRAGGLERS, run="$run")],
+        no_data="Waits are not measured.",
+        width=4,
+        height=3,
     ),
     d.stat(
-        "Tokens/s",
-        "Tokens per second of all ranks, mean of the last five minutes. Repeated steps count. Expected: steady.",
-        d.Query(f"{r.TOKENS}{{{RUN}}}"),
-        unit="short",
-        width=2,
+        "Price of an hour",
+        "Cost in US dollars of an hour of all GPUs of the run, at the price per GPU-hour above. Expected: constant.",
+        d.Query(f"sum(max by (tenant, run) ({m.RUN_GPUS}{{{LEDGER}}})) * $price"),
+        unit="currencyUSD",
+        width=4,
+        height=3,
     ),
     d.stat(
         "Cost",
@@ -117,7 +133,35 @@ now = [
         "rises steadily. The goodput ledger shows the cost of each bucket.",
         d.Query(f"sum(max by (tenant, run, bucket) ({m.RUN_GPU_SECONDS_TOTAL}{{{LEDGER}}})) * $price / 3600"),
         unit="currencyUSD",
+        width=4,
+        height=3,
     ),
+    d.stat(
+        "Step time",
+        "Mean duration of an optimizer step in the last five minutes. Expected: constant while the batch size is "
+        "constant.",
+        d.Query(f"{r.STEP_DURATION}{{{RUN}}}"),
+        unit="s",
+        width=4,
+        height=3,
+    ),
+    d.stat(
+        "Tokens/s",
+        "Tokens per second of all ranks, mean of the last five minutes. Repeated steps count. Expected: steady.",
+        d.Query(f"{r.TOKENS}{{{RUN}}}"),
+        unit="short",
+        width=4,
+        height=3,
+    ),
+    d.stat(
+        "GPUs",
+        "GPUs that the run holds. Expected: constant.",
+        d.Query(f"sum(max by (tenant, run) ({m.RUN_GPUS}{{{LEDGER}}}))"),
+        width=4,
+        height=3,
+    ),
+    verdict.table(RUN, LEDGER),
+    verdict.alerts(RUN, LEDGER),
 ]
 
 progress = [
@@ -152,12 +196,14 @@ progress = [
         "were repeated or that the end of an attempt cut short.",
         d.Query(f"sort_desc(max by (bucket) ({m.RUN_SECONDS_TOTAL}{{{LEDGER}}}) > 0)", "{{bucket}}", instant=True),
         unit="s",
+        colors=p.BUCKETS,
     ),
     d.timeseries(
         "Recent time by bucket",
         "Share of the wall clock in each bucket, in a short window before each point. Expected: mostly `productive`. "
         "A gap is time that has no bucket yet.",
-        d.Query(f"max by (bucket) (rate({m.RUN_SECONDS_TOTAL}{{{LEDGER}}}{RATE}))", "{{bucket}}"),
+        *p.buckets(f"{m.RUN_SECONDS_TOTAL}{{{LEDGER}, %s}}"),
+        colors=p.BUCKETS,
         unit="percentunit",
         top=1,
         stacked=True,
@@ -180,7 +226,7 @@ ranks = [
         d.Query(f"{r.STRAGGLER_LOST}{{{RUN}}}", "lost"),
         unit="percentunit",
         thresholds=LATE,
-        width=7,
+        width=10,
     ),
     d.stat(
         "Straggler",
@@ -188,28 +234,21 @@ ranks = [
         "else makes ranks wait.",
         d.Query(f"{r.CONFIRMED}{{{RUN}}}", "rank {{rank}} on {{host}}", instant=True),
         name=True,
-        width=3,
+        thresholds=LATE,
+        width=4,
         height=8,
         links=[d.link("Stragglers", p.STRAGGLERS, run="$run")],
         no_data="No rank is a straggler now.",
     ),
     d.timeseries(
         "Wait share",
-        f"Share of measured step time in the last two minutes that a rank waits in collectives, for the {LINES} ranks "
-        "that wait least. Expected: ranks alike. A rank that waits far less than the others is the straggler. If all "
-        "ranks wait long, look at the links.",
-        d.Query(p.most(f"{r.WAIT}{{{RUN}}}", "bottomk"), "rank {{rank}}"),
+        "Share of measured step time in the last two minutes that a rank waits in collectives. Shows the three ranks "
+        "that wait least, the median, and a band with 90 % of all ranks. Expected: a narrow band. A rank far below it "
+        "is the straggler. If all ranks wait long, look at the links.",
+        *p.outliers(f"{r.WAIT}{{{RUN}}}", "rank {{rank}}", "bottomk"),
         unit="percentunit",
-        width=7,
-    ),
-    findings.alerts(
-        "Firing alerts of this run, and all alerts in the cluster that belong to no run.",
-        f"{FINDINGS} or {findings.of_alerts(OF_NO_RUN)}",
-        "Node",
-        "GPU",
-        "Device",
-        "Port",
-        width=7,
+        band=p.BAND,
+        width=10,
     ),
     d.table(
         "Ranks and their GPUs",
@@ -239,34 +278,38 @@ ranks = [
         links={
             "Rank": [d.link("Stragglers", p.STRAGGLERS, run="$run")],
             "Node": [p.to_node(d.FIELD % "Node"), p.to_fabric(d.FIELD % "Node")],
-            "UUID": [p.to_gpu(d.FIELD % "Node", d.FIELD % "UUID")],
+            "GPU": [p.to_gpu(d.FIELD % "Node", d.FIELD % "UUID")],
         },
+        hidden=["UUID"],
     ),
 ]
 
 gpus = [
     d.timeseries(
         "Power per GPU",
-        f"Power of the {LINES} GPUs of the run that draw least. Expected: GPUs alike. A GPU that draws far less than "
-        "the others is idle or throttled.",
-        d.Query(p.most(per_rank(POWER), "bottomk"), "rank {{rank}} {{host}}"),
+        "Power of the three GPUs of the run that draw least, the median, and a band with 90 % of its GPUs. Expected: a "
+        "narrow band. A GPU far below it is idle or throttled.",
+        *p.outliers(per_rank(POWER), "rank {{rank}} {{host}}", "bottomk"),
         unit="watt",
+        band=p.BAND,
         width=6,
     ),
     d.timeseries(
         "SM clock per GPU",
-        f"SM clock of the run's {LINES} GPUs with the lowest clocks. Expected: GPUs alike under load. Otherwise look "
-        "at throttling.",
-        d.Query(p.most(per_rank(str(m.GPU_SM_CLOCK_HERTZ)), "bottomk"), "rank {{rank}} {{host}}"),
+        "SM clock of the run's three GPUs with the lowest clocks, the median, and a band with 90 % of its GPUs. "
+        "Expected: a narrow band under load. Otherwise look at throttling.",
+        *p.outliers(per_rank(str(m.GPU_SM_CLOCK_HERTZ)), "rank {{rank}} {{host}}", "bottomk"),
         unit="hertz",
+        band=p.BAND,
         width=6,
     ),
     d.timeseries(
         "Temperature per GPU",
-        f"Temperature of the run's {LINES} hottest GPUs. Expected: no outlier, and no thermal throttling. Each GPU "
-        "model has its own limit. The dashed lines are a guide.",
-        d.Query(p.most(per_rank(str(m.GPU_TEMPERATURE_CELSIUS))), "rank {{rank}} {{host}}"),
+        "Temperature of the run's three hottest GPUs, the median, and a band with 90 % of its GPUs. Expected: no "
+        "outlier, and no thermal throttling. Each GPU model has its own limit. The dashed lines are a guide.",
+        *p.outliers(per_rank(str(m.GPU_TEMPERATURE_CELSIUS)), "rank {{rank}} {{host}}"),
         unit="celsius",
+        band=p.BAND,
         thresholds=HOT,
         width=6,
     ),
@@ -282,25 +325,27 @@ gpus = [
 
 errors = [
     d.timeseries(
-        "InfiniBand throughput per host",
-        f"Bytes per second that the run's hosts send and receive, for the {LINES} lowest of each. Expected: hosts "
-        "alike. Otherwise look at the ports of the host.",
-        d.Query(
-            p.most(f"sum by (host) ({per_port(f'rate({m.INFINIBAND_TRANSMIT_DATA_BYTES_TOTAL}{RATE})')})", "bottomk"),
-            "{{host}} sends",
+        "InfiniBand throughput",
+        "Bytes per second that the run's hosts send: the three lowest, the median, and a band with 90 % of its hosts. "
+        "`median received` is what they receive. Expected: a narrow band. Otherwise look at the ports of the host.",
+        *p.outliers(
+            f"sum by (host) ({per_port(f'rate({m.INFINIBAND_TRANSMIT_DATA_BYTES_TOTAL}{RATE})')})",
+            "{{host}}",
+            "bottomk",
         ),
         d.Query(
-            p.most(f"sum by (host) ({per_port(f'rate({m.INFINIBAND_RECEIVE_DATA_BYTES_TOTAL}{RATE})')})", "bottomk"),
-            "{{host}} receives",
+            f"quantile(0.5, sum by (host) ({per_port(f'rate({m.INFINIBAND_RECEIVE_DATA_BYTES_TOTAL}{RATE})')}))",
+            "median received",
         ),
         unit="Bps",
+        band=p.BAND,
         width=6,
     ),
     d.timeseries(
         "Active ports per host",
-        f"Number of active InfiniBand ports, for the {LINES} hosts of the run with the fewest. Expected: constant. A "
-        "fall means a lost link.",
-        d.Query(f"bottomk({LINES}, count by (host) ({per_port(f'({m.INFINIBAND_PORT_STATE_ID} == 4)')}))", "{{host}}"),
+        "Number of active InfiniBand ports, for the three hosts of the run with the fewest. Expected: constant. A fall "
+        "means a lost link.",
+        d.Query(f"bottomk(3, count by (host) ({per_port(f'({m.INFINIBAND_PORT_STATE_ID} == 4)')}))", "{{host}}"),
         unit="none",
         width=6,
     ),
@@ -317,7 +362,7 @@ errors = [
                 (m.INFINIBAND_RECEIVE_ERRORS_TOTAL, "receive errors"),
             )
         ),
-        unit="cps",
+        unit=p.PER_SECOND,
         width=6,
     ),
     d.bargauge(
@@ -325,12 +370,13 @@ errors = [
         "Symbol errors in the time shown, for the eight InfiniBand ports of the run's hosts with the most. Expected: "
         "none. At 120 an hour, replace the cable or transceiver. RoCE ports have no such counter.",
         d.Query(
-            f"topk(8, sum by (host, device, port) ({per_port(SYMBOL_ERRORS)}))",
+            f"topk(8, sum by (host, device, port) ({per_port(SYMBOL_ERRORS)}) > 0)",
             "{{host}} {{device}}/{{port}}",
             instant=True,
         ),
         unit="none",
         thresholds=[(None, "green"), (1, "orange"), (120, "red")],
+        no_data="No port had symbol errors in the time shown.",
         width=6,
     ),
     d.timeseries(
@@ -340,7 +386,7 @@ errors = [
         d.Query(f"sum by (xid) ({m.GPU_XID_ERRORS_TOTAL} and on (uuid) {RANK_INFO})", "Xid {{xid}}"),
         unit="none",
         width=24,
-        height=7,
+        height=5,
         no_data="No Xid was counted on the GPUs of the run.",
     ),
 ]
@@ -350,7 +396,7 @@ BOARD = d.dashboard(
     "Training run",
     "One training run: its progress, where its time went, and its ranks, GPUs and links.",
     [p.tenant, p.run, p.price],
-    {"Now": now, "Progress": progress, "Ranks": ranks, "GPUs of the run": gpus, "Errors": errors},
+    {"At a glance": now, "Progress": progress, "Ranks": ranks, "GPUs of the run": gpus, "Errors": errors},
     [p.alert_marks(RUN), p.starts(LEDGER)],
 )
 

@@ -8,7 +8,7 @@ from dashboards import parts as p
 from flopwatch import catalogue as m
 
 RUN = 'run="$run"'
-ROWS = 48  # of the heatmaps
+ROWS = 24  # of the heatmaps
 PLACE = f"topk by (rank) (1, max by (rank, host, pp, dp, tp) ({m.TRAINING_RANK_INFO}{{{RUN}}}))"
 
 
@@ -28,7 +28,7 @@ TO_NODE = [p.to_node(d.LABEL % "host")]
 
 verdict = [
     d.stat(
-        "Lost to stragglers",
+        "Lost now",
         "Share of each step that the run waits for its late ranks. Expected: 0 %. From 10 % on it is a warning.",
         d.Query(f"{r.STRAGGLER_LOST}{{{RUN}}}"),
         unit="percentunit",
@@ -40,6 +40,7 @@ verdict = [
         "Late ranks, if they cost 10 % of each step or more. Expected: none. Otherwise look at GPU and host below.",
         d.Query(f"{r.CONFIRMED}{{{RUN}}}", "rank {{rank}} on {{host}}", instant=True),
         name=True,
+        thresholds=p.LATE,
         links=TO_NODE,
         width=5,
         no_data="No rank is a straggler now.",
@@ -59,7 +60,7 @@ verdict = [
         no_data="Nothing makes ranks wait longer than usual.",
     ),
     d.stat(
-        "Cost of stragglers, one day",
+        "Cost, one day",
         "Cost in US dollars of the last day's GPU time that the run waited for a straggler, at the price per GPU-hour "
         "above. Expected: near $0. Compare it with the cost of a repair.",
         d.Query(
@@ -83,14 +84,20 @@ verdict = [
 
 ranks = [
     d.heatmap(
-        "Wait by rank",
-        f"Share of step time that a rank waits in collectives. Shows the {ROWS} ranks that wait least in the time "
-        "shown, with their pipeline (pp), data (dp) and tensor (tp) coordinates. Expected: rows alike. The others wait "
-        "for the rank that waits least. Rows that take turns mean unevenly divided work.",
-        d.Query(latest(f"{r.WAIT}{{{RUN}}}"), MESH),
+        "Lateness by rank",
+        "Share of step time that a rank waits less in collectives than the median rank of its pipeline stage. Shows "
+        f"the {ROWS} ranks that wait least in the time shown, with their pipeline (pp), data (dp) and tensor (tp) "
+        "coordinates. Expected: no color. The others wait for a rank with a red row. Rows that take turns mean "
+        "unevenly divided work.",
+        d.Query(
+            latest(
+                f"clamp_min(quantile by (run, pp) (0.5, {r.WAIT}{{{RUN}}}) "
+                f"- on (run, pp) group_right () {r.WAIT}{{{RUN}}}, 0)"
+            ),
+            MESH,
+        ),
         unit="percentunit",
-        top=0.6,
-        scheme="Blues",
+        top=0.3,
         links=TO_NODE,
     )
 ]
@@ -100,9 +107,10 @@ parts = [
         "Lost share by reason",
         "Share of each step that the run loses, by what makes ranks wait. Expected: 0 %. `imbalance` and "
         "`communication` are no rank's fault.",
-        d.Query(f"max by (kind) ({m.RUN_STRAGGLER_RATIO}{{{RUN}}})", "{{kind}}"),
+        d.Query(f"max by (kind) ({m.RUN_STRAGGLER_RATIO}{{{RUN}}}) > 0", "{{kind}}"),
         unit="percentunit",
         thresholds=p.LATE,
+        no_data="The run loses no share of its steps, or its waits are not measured.",
     ),
     d.timeseries(
         "Step without the late ranks",
@@ -114,23 +122,25 @@ parts = [
     ),
     d.timeseries(
         "Wait by host",
-        f"Share of step time that a host's ranks wait, mean over its ranks, for the {p.LINES} hosts with the lowest. "
-        "Expected: no outlier. An outlier points to the host, not to one of its GPUs.",
-        d.Query(
-            f"bottomk({p.LINES}, avg by (host) ({r.WAIT}{{{RUN}}} * on (rank) group_left (host) "
-            f"topk by (rank) (1, max by (rank, host) ({m.TRAINING_RANK_INFO}{{{RUN}}}))))",
+        "Share of step time that a host's ranks wait, mean over its ranks. Shows the three lowest hosts, the median, "
+        "and a band with 90 % of all. Expected: no outlier. An outlier points to the host, not to one of its GPUs.",
+        *p.outliers(
+            f"avg by (host) ({r.WAIT}{{{RUN}}} * on (rank) group_left (host) "
+            f"topk by (rank) (1, max by (rank, host) ({m.TRAINING_RANK_INFO}{{{RUN}}})))",
             "{{host}}",
+            "bottomk",
         ),
         unit="percentunit",
+        band=p.BAND,
         links=TO_NODE,
     ),
     d.timeseries(
         "Step phases of the ranks that wait least",
-        "Share of the wall clock in each phase of the measured steps. Shows the eight ranks that wait least in the "
+        "Share of the wall clock in each phase of the measured steps. Shows the three ranks that wait least in the "
         "time shown. Expected: ranks alike. `forward` and `backward` depend on the GPU, `host_to_device` "
         "on its PCIe link, `garbage_collection` on Python.",
         d.Query(
-            latest(f"sum by (rank, phase) (rate({m.TRAINING_PHASE_SECONDS_TOTAL}{{{RUN}}}{p.RATE}))", 8),
+            latest(f"sum by (rank, phase) (rate({m.TRAINING_PHASE_SECONDS_TOTAL}{{{RUN}}}{p.RATE}))", 3),
             "rank {{rank}} {{phase}}",
         ),
         unit="percentunit",
@@ -144,6 +154,12 @@ parts = [
         [
             d.Column(
                 "Place", f"max by (rank, host, uuid, dp, tp, pp) ({m.TRAINING_RANK_INFO}{{{RUN}}} {AMONG})", unit=None
+            ),
+            d.Column(
+                "Index",
+                f"max by (rank, gpu) (max by (rank, uuid) ({m.TRAINING_RANK_INFO}{{{RUN}}} {AMONG}) "
+                f"* on (uuid) group_left (gpu) topk by (uuid) (1, max by (uuid, gpu) ({m.GPU_INFO})))",
+                unit=None,
             ),
             d.Column("Wait", NOW_LATEST, "percentunit"),
             d.Column("Straggler", f"max by (rank) ({r.CONFIRMED}{{{RUN}}} {AMONG})", "percentunit", p.LATE),
@@ -170,13 +186,14 @@ parts = [
             ),
         ],
         key="rank",
-        labels={"rank": "Rank", "host": "Node", "uuid": "GPU", "pp": "PP", "dp": "DP", "tp": "TP"},
+        labels={"rank": "Rank", "host": "Node", "gpu": "GPU", "uuid": "UUID", "pp": "PP", "dp": "DP", "tp": "TP"},
         sort="Wait",
         ascending=True,
         links={
             "Node": [p.to_node(d.FIELD % "Node"), p.to_fabric(d.FIELD % "Node")],
-            "GPU": [p.to_gpu(d.FIELD % "Node", d.FIELD % "GPU")],
+            "GPU": [p.to_gpu(d.FIELD % "Node", d.FIELD % "UUID")],
         },
+        hidden=["UUID"],
     ),
     d.timeseries(
         "Traffic by rail",

@@ -7,6 +7,22 @@ from dataclasses import dataclass
 
 from dashboards.panels import COLUMNS, Json, Mappings, Query, Threshold, mapped, override, panel, ref, steps
 
+# Width in pixels of columns with names. The other columns share the rest.
+WIDTHS = {"Alert": 190, "Severity": 100, "Verdict": 100, "Model": 200, "Node": 120, "Run": 120, "Rank": 80, "GPU": 80}
+WIDTHS |= {
+    "PP": 60,
+    "DP": 60,
+    "TP": 60,
+    "Device": 100,
+    "Port": 80,
+    "Xid": 70,
+    "Reason": 160,
+    "Serial": 150,
+    "PCI": 170,
+    "Cluster": 320,
+}
+CUSTOM = {"align": "auto", "filterable": True, "minWidth": 90}
+
 
 @dataclass(frozen=True, slots=True)
 class Column:
@@ -29,13 +45,15 @@ def table(
     sort: str,
     ascending: bool = False,
     links: Mapping[str, Sequence[Json]] | None = None,
+    hidden: Sequence[str] = (),
     width: int = COLUMNS,
     height: int = 10,
     no_data: str = "",
 ) -> Json:
     """Return a table of the columns' queries, joined on the label `key`.
 
-    `labels` maps labels to headings, `links` headings to links. `sort` is the heading of the column to sort by.
+    `labels` maps labels to headings, `links` headings to links. `sort` is the heading of the column to sort by. The
+    columns `hidden` are for links only.
     """
     queries = [Query(column.query, instant=True, table=True) for column in columns]
     values = {f"Value #{ref(i)}": column.name for i, column in enumerate(columns) if column.unit is not None}
@@ -56,10 +74,10 @@ def table(
         )
         for column in columns
         if column.unit is not None
-    ] + _linked(links)
+    ] + _styled([*labels.values(), *(column.name for column in columns)], links, hidden)
     keep, order = _columns(names)
     join = {"id": "joinByField", "options": {"byField": key, "mode": "outer"}}
-    defaults = {"unit": "none", "color": {"mode": "thresholds"}, "custom": {"align": "auto", "filterable": True}}
+    defaults = {"unit": "none", "color": {"mode": "thresholds"}, "custom": CUSTOM}
     options = {"showHeader": True, "cellHeight": "sm", "sortBy": [{"displayName": sort, "desc": not ascending}]}
     return panel(
         "table",
@@ -83,28 +101,46 @@ def label_table(
     *,
     labels: Mapping[str, str],
     links: Mapping[str, Sequence[Json]] | None = None,
+    hidden: Sequence[str] = (),
     width: int = COLUMNS,
     height: int = 6,
     no_data: str = "",
 ) -> Json:
-    """Return a table with the labels of each series of one query, in the order of `labels`."""
+    """Return a table with the labels of each series of one query, in the order of `labels`. See `table`."""
     return panel(
         "table",
         title,
         description,
         [Query(query, instant=True, table=True)],
         (),
-        {"unit": "none", "custom": {"align": "auto", "filterable": True}},
+        {"unit": "none", "custom": CUSTOM},
         {"showHeader": True, "cellHeight": "sm"},
         (width, height),
         no_data,
-        overrides=_linked(links),
+        overrides=_styled(list(labels.values()), links, hidden),
         transformations=_columns(labels),
     )
 
 
-def _linked(links: Mapping[str, Sequence[Json]] | None) -> list[Json]:
-    return [override(name, {"id": "links", "value": list(given)}) for name, given in (links or {}).items()]
+def _styled(names: Sequence[str], links: Mapping[str, Sequence[Json]] | None, hidden: Sequence[str]) -> list[Json]:
+    """Return the overrides with the widths of columns, their links, and the hidden ones, for Grafana 11 and 13."""
+    fixed = [name for name in names if name in WIDTHS]
+    if len(fixed) + len(hidden) >= len(names):  # one column fills what is left
+        fixed = [name for name in fixed if name not in hidden][:-1]
+    nowhere = {"viz": True, "legend": False, "tooltip": False}
+    return [
+        *(override(name, {"id": "custom.width", "value": WIDTHS[name]}) for name in fixed),
+        *(
+            override(name, {"id": "custom.minWidth", "value": 8 * len(name) + 40})  # with the icons next to a heading
+            for name in names
+            if name not in WIDTHS and len(name) > 6
+        ),
+        *(override(name, {"id": "links", "value": list(given)}) for name, given in (links or {}).items()),
+        *(
+            override(name, {"id": "custom.hidden", "value": True}, {"id": "custom.hideFrom", "value": nowhere})
+            for name in hidden
+        ),
+    ]
 
 
 def _columns(names: Mapping[str, str]) -> tuple[Json, Json]:

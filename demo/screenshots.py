@@ -1,7 +1,7 @@
 """Take pictures of every dashboard in a real browser: `python -m demo.screenshots FOLDER`.
 
 A simulated cluster (demo/cluster.py) runs until the alerts on its faults fire. Then Chromium opens every dashboard in
-the viewer, at two widths, light and dark. The exit status is 1, with the reasons, if a page logs an error, a panel
+the viewer, at three widths, light and dark. The exit status is 1, with the reasons, if a page logs an error, a panel
 fails, or a panel is empty without an explanation.
 """
 
@@ -29,7 +29,7 @@ from simulator.topology import Topology
 
 SHOWN_AFTER = 270.0  # seconds until the alerts fire
 DRAW_TIMEOUT = 60.0  # seconds for all panels of a page
-WIDTHS = {"wide": 1600, "narrow": 720}
+WIDTHS = {"wide": 1600, "half": 800, "narrow": 390}
 THEMES = ("dark", "light")
 # Variables of each dashboard, where the first choice is not the most interesting one.
 STRAGGLING, LINK = {"run": "llama-70b"}, {"run": "video-13b"}

@@ -41,6 +41,9 @@ pytestmark = [
 
 ALERTS = {"TrainingStraggler", "InfinibandLinkErrors", "GpuThermalThrottling"}
 HOSTILE = '<img src=x onerror="window.taken=1"><script>window.taken=1</script>'
+CUT_TITLES = """() => [...document.querySelectorAll('.panel h2')]
+  .filter((title) => title.scrollWidth > title.clientWidth + 1 || title.scrollHeight > title.clientHeight + 4)
+  .map((title) => title.innerText)"""
 LATE = f"rank {8 * STRAGGLER[0] + STRAGGLER[1]} on {Topology.host(STRAGGLER[0])}"
 
 
@@ -282,7 +285,7 @@ def test_times_are_in_the_zone_of_the_address(living: ClusterDemo, page: Page) -
 
 
 @pytest.mark.parametrize("board", BOARDS)
-@pytest.mark.parametrize(("width", "theme"), [(1600, "dark"), (720, "light")])
+@pytest.mark.parametrize(("width", "theme"), [(1600, "dark"), (800, "light"), (390, "dark")])
 def test_every_panel_is_drawn_or_gives_the_reason_it_is_empty(
     running: ClusterDemo, page: Page, board: str, width: int, theme: str
 ) -> None:
@@ -291,6 +294,7 @@ def test_every_panel_is_drawn_or_gives_the_reason_it_is_empty(
     page.set_viewport_size({"width": width, "height": 1000})
     looked = look(page, board, address(running.boards, board, running.began, theme))
     assert looked.problems == []
+    assert page.evaluate(CUT_TITLES) == []
     assert len(looked.panels) == sum(panel["type"] != "row" for panel in BOARDS[board]["panels"])
     assert any("query=" in text for text in asked)
     assert not [text for text in asked if re.search(r"%24(?!\d)", text)], "a variable has no value"
@@ -305,15 +309,135 @@ def test_panels_show_the_faults_of_the_cluster(running: ClusterDemo, page: Page)
         expect(alerts).to_contain_text(text)
 
 
+def test_a_run_s_board_begins_with_rank_host_gpu_cause_and_cost_above_the_fold(
+    running: ClusterDemo, page: Page
+) -> None:
+    page.set_viewport_size({"width": 1600, "height": 900})
+    page.goto(address(running.boards, "run", running.began, "light"))
+    expect(page.locator('[data-panel="Verdict"]')).to_contain_text(
+        re.compile(
+            rf"{LATE.capitalize()} costs \d+ % of each step: GPU {STRAGGLER[1]} throttles by heat. \$\d+ an hour."
+        )
+    )
+    for title in ("Verdict", "State", "Cost", "Suspects", "Firing alerts"):
+        panel = page.locator(f'[data-panel="{title}"]')
+        expect(panel).to_have_attribute("data-state", "ok")
+        box = panel.bounding_box()
+        assert box is not None
+        assert box["y"] + box["height"] <= 900, title
+    # As critical and as warning it is one incident.
+    alerts = page.locator('[data-panel="Firing alerts"]').get_by_role("row").filter(has_text="TrainingStraggler")
+    expect(alerts).to_have_count(1)
+    expect(alerts).to_contain_text("critical")
+    expect(alerts).to_contain_text(Topology.host(STRAGGLER[0]))
+
+
+def test_the_index_shows_the_alerts_of_each_board_from_the_whole_to_its_parts(running: ClusterDemo, page: Page) -> None:
+    page.goto(f"{running.boards}/")
+    cards = page.locator("[data-board]")
+    expect(cards).to_have_count(len(BOARDS))
+    assert [card.get_attribute("data-board") for card in cards.all()] == [board["uid"] for board in BOARDS.values()]
+    for board, state in (("run", "1 critical"), ("fabric", "warning"), ("gpu", "warning"), ("monitor", "no alert")):
+        expect(page.locator(f'[data-board="{BOARDS[board]["uid"]}"]')).to_contain_text(state)
+    page.goto(f"{running.boards}/d/unknown")
+    expect(page.locator("body")).to_contain_text("no dashboard unknown")
+    expect(cards).to_have_count(len(BOARDS))
+
+
+def test_a_panel_is_shown_alone_explored_and_saved_and_the_tab_has_the_run(
+    running: ClusterDemo, page: Page, tmp_path: Path
+) -> None:
+    page.goto(address(running.boards, "run", running.began, "dark"))
+    expect(page).to_have_title("llama-70b · Training run · flopwatch")
+    panel = page.locator('[data-panel="Goodput and ETTR"]')
+    panel.scroll_into_view_if_needed()
+    expect(panel).to_have_attribute("data-state", "ok")
+    panel.hover()
+    page.keyboard.press("v")
+    expect(page.locator("[data-panel]")).to_have_count(1)
+    page.keyboard.press("Escape")
+    expect(page.locator('[data-panel="Verdict"]')).to_be_visible()
+    panel.scroll_into_view_if_needed()
+    panel.hover()
+    page.keyboard.press("e")
+    query = page.locator("textarea").first
+    expect(query).to_have_value(re.compile("run:run_goodput:ratio"))
+    query.fill("vector(42)")
+    page.get_by_role("button", name="Run queries").click()
+    panel.hover()
+    panel.get_by_role("button", name="Menu").click()
+    with page.expect_download() as download:
+        page.get_by_role("menuitem", name="CSV").click()
+    download.value.save_as(tmp_path / "panel.csv")
+    lines = (tmp_path / "panel.csv").read_text().splitlines()
+    assert lines[0] == "Time,goodput,ETTR"
+    assert {line.split(",")[1] for line in lines[1:]} == {"42"}
+    page.keyboard.press("Escape")
+    page.keyboard.press("?")
+    expect(page.get_by_role("dialog")).to_contain_text("Keyboard shortcuts")
+
+
+def test_a_price_that_is_not_a_number_is_not_taken(running: ClusterDemo, page: Page) -> None:
+    page.goto(address(running.boards, "run", running.began, "dark"))
+    price = page.get_by_label("$ per GPU-hour")
+    price.fill("abc")
+    price.press("Enter")
+    expect(price).to_have_attribute("title", "a number is expected")
+    assert "abc" not in page.url
+    price.fill("5")
+    price.press("Enter")
+    expect(page).to_have_url(re.compile("var-price=5"))
+
+
+def test_variables_with_several_values_patterns_and_repeated_panels(
+    running: ClusterDemo, page: Page, tmp_path: Path
+) -> None:
+    panel: dict[str, Any] = {
+        "type": "stat",
+        "options": {"reduceOptions": {"calcs": ["lastNotNull"]}, "textMode": "value", "graphMode": "none"},
+        "fieldConfig": {"defaults": {}, "overrides": []},
+    }
+    targets = [{"refId": "A", "expr": 'sum(run_gpus{run=~"$name-.*"})', "instant": True}]
+    every = panel | {"id": 1, "title": "All of $name", "gridPos": {"x": 0, "y": 9, "w": 24, "h": 4}, "targets": targets}
+    each = panel | {"id": 2, "title": "Each $name", "gridPos": {"x": 0, "y": 0, "w": 12, "h": 4}, "targets": targets}
+    row = {
+        "id": 3,
+        "type": "row",
+        "title": "Row of $name",
+        "repeat": "name",
+        "gridPos": {"x": 0, "y": 20, "w": 24, "h": 1},
+    }
+    below = panel | {"id": 4, "title": "Below", "gridPos": {"x": 0, "y": 21, "w": 12, "h": 4}, "targets": targets}
+    names = {"type": "query", "name": "name", "query": "label_values(run_gpus, run)", "multi": True, "includeAll": True}
+    board = {
+        "uid": "theirs",
+        "title": "Theirs",
+        "panels": [each | {"repeat": "name"}, every, row, below],
+        "templating": {"list": [names | {"regex": "/^(llama|video)-/"}]},
+    }
+    (tmp_path / "theirs.json").write_text(json.dumps(board))
+    with boards_over(running.prometheus.url, tmp_path, f"--dashboards={tmp_path}") as url:
+        page.goto(f"{url}/d/theirs?from=now-5m&to=now&refresh=&var-name=llama&var-name=video")
+        for title, texts in (
+            ("Each $name", [r"Each llama\s*256", r"Each video\s*128"]),
+            ("All of $name", [r"All of llama \+ video\s*384"]),
+            ("Below", [r"256", r"128"]),
+        ):
+            expect(page.locator(f'[data-panel="{title}"]')).to_have_text([re.compile(text) for text in texts])
+        expect(page.locator("h2.heading")).to_have_text([re.compile("Row of llama"), re.compile("Row of video")])
+        page.goto(f"{url}/d/theirs?from=now-5m&to=now&refresh=&var-name=%24__all")
+        expect(page.locator('[data-panel="Each $name"]')).to_have_count(2)
+        page.goto(f"{url}/d/theirs?from=now-5m&to=now&refresh=&var-name=video")
+        expect(page.locator('[data-panel="All of $name"]')).to_have_text(re.compile("128"))
+
+
 def test_links_lead_from_a_run_to_its_late_rank_s_card_and_keep_time_and_variables(
     running: ClusterDemo, page: Page
 ) -> None:
     look(page, "run", address(running.boards, "run", running.began, "light") + "&timezone=utc")
     before = parse_qs(urlsplit(page.url).query)
     card = Topology.gpu(*STRAGGLER)
-    page.locator('[data-panel="Ranks and their GPUs"]').get_by_role("link", name=card).click(
-        position={"x": 8, "y": 8}
-    )  # the cell is narrower than its text
+    page.locator('[data-panel="Suspects"]').get_by_role("link", name=f"{STRAGGLER[1]}", exact=True).click()
     expect(page).to_have_title(re.compile("GPU"))
     after = parse_qs(urlsplit(page.url).query)
     assert after["var-uuid"] == [card]

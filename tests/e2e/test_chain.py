@@ -203,6 +203,7 @@ def test_every_query_of_every_dashboard_can_be_answered(stack: DemoStack, name: 
         "run": RUN,
         "tenant": ".*",
         "rack": ".*",
+        "model": ".*",
         "source": ".*",
         "price": "2.5",
         "__rate_interval": "5s",

@@ -44,6 +44,7 @@ VARIABLES = {
     "host": "h",
     "uuid": "u",
     "rack": "k",
+    "model": "m",
     "source": "nvml",
     "price": "2.5",
     "__rate_interval": "1m",
@@ -293,12 +294,14 @@ def test_an_alerts_link_leads_to_a_dashboard_that_exists_with_a_variable_it_has(
 def test_queries_come_out_ready_for_prometheus() -> None:
     queries = list(run.queries("llama/8b", rate_interval="5s", time_range="2m"))
     assert ("MFU and effective MFU", 'run:training_mfu:ratio_rate5m{run="llama/8b"}') in queries
+    productive = 'run_seconds_total{tenant=~".*", run="llama/8b", bucket="productive"}'
     assert (
         "Recent time by bucket",
-        'max by (bucket) (rate(run_seconds_total{tenant=~".*", run="llama/8b"}[5s]))',
+        f"sum by (bucket) (max by (tenant, run, bucket) (rate({productive}[5s]))) and on (bucket) "
+        f"(sum by (bucket) (max by (tenant, run, bucket) (increase({productive}[2m] @ end()))) > 0)",
     ) in queries
     assert len(queries) == sum(len(panel["targets"]) for name, panel in PANELS if name == "run")
-    assert not [query for _, query in queries if "$" in query]
+    assert not [query for _, query in queries if re.search(r"\$(?!\d)", query)]
 
 
 def test_a_query_with_an_unset_variable_is_an_error() -> None:
@@ -397,7 +400,7 @@ def test_the_fleet_s_cost_of_lost_time_includes_the_waits_for_stragglers(tmp_pat
     series = [line.rsplit(maxsplit=1) for line in DAY.strip().splitlines()]
     lost = (2_000_000 + 0.24 * 20_000_000) * 2.5 / 3600, 36_000 * 2.5 / 3600
     shown = {
-        ("Cost of lost time, one day", "A"): {"{}": sum(lost)},
+        ("Lost, one day", "A"): {"{}": sum(lost)},
         ("Runs", "I"): {'{run="lm"}': lost[0], '{run="small"}': lost[1]},
     }
     asked = [

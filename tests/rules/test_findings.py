@@ -24,7 +24,7 @@ from tests.support.cases import for_each
 from tests.support.rule_files import rules_of
 
 NAMES = sorted({alert.name for alert in alerts(AlertSettings())} - {"FlopwatchWatchdog"})
-VARIABLES = dict.fromkeys(("tenant", "host", "run", "rack", "source"), ".*")
+VARIABLES = dict.fromkeys(("tenant", "host", "run", "rack", "source", "model"), ".*")
 VARIABLES |= {"uuid": "", "price": "2.5", "__rate_interval": "1m", "__range": "1h"}
 
 # By the labels that name an object: its board, the panel with a value above 0 while it is not well, and the panel that
@@ -103,16 +103,20 @@ def expected(labels: dict[str, str], group: Json) -> Iterator[str]:
     names = ("uuid", "host", "device", "port", "run")
     alert = ", ".join(f'{name}="{labels[name]}"' for name in ("alertname", "severity", *names) if name in labels)
     firing = f'ALERTS{{alertstate="firing", {alert}}}'
+    # An alert that fires as critical and as warning is one incident, with one row.
+    critical = re.sub('severity="[^"]*"', 'severity="critical"', firing)
     named = ", ".join(("alertname", "severity", *(name for name in names if name in labels)))
     chosen = {name: labels[name] for name in names if labels.get(name)}
 
     def lists(board: str, title: str) -> str:
-        return f"count(({query(board, title, chosen)}) and on ({named}) {firing}) > bool 0"
+        return f"count(({query(board, title, chosen)}) and on ({named}) ({critical} or on () {firing})) > bool 0"
 
     for names_of, (board, health, listed) in OBJECTS.items():
         if all(labels.get(name) for name in names_of):
             yield f"max({query(board, health, chosen)}) > bool 0"
             yield lists(board, listed)
+            if board == "run":
+                yield f"max({query('run', 'Verdict', chosen)}) > bool 0"
     if labels.get("uuid"):
         # The fleet of GPUs shows only the GPU, in the row for its uuid.
         health = query("gpus", "GPUs that need attention", chosen, 1)

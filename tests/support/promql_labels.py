@@ -51,11 +51,12 @@ def labels_of(expr: Any) -> set[str]:
             known = labels_of(expr.expr)
             if str(expr.op) in ("topk", "bottomk"):
                 return known
+            made: set[str] = {expr.param.val} if expr.param and str(expr.op) == "count_values" else set()
             if expr.modifier is None:
-                return set()
+                return made
             assert expr.modifier.type == promql.AggModifierType.By, expr
             assert set(expr.modifier.labels) <= known, f"{expr} groups by what is not in {sorted(known)}"
-            return set(expr.modifier.labels)
+            return set(expr.modifier.labels) | made
         case promql.BinaryExpr():
             left, right, modifier = labels_of(expr.lhs), labels_of(expr.rhs), expr.modifier
             if modifier is None or modifier.matching is None:
@@ -72,7 +73,7 @@ def labels_of(expr: Any) -> set[str]:
             return left | right if str(expr.op) == "or" else on
         case promql.Call():
             known = set().union(*(labels_of(argument) for argument in expr.args))
-            if expr.func.name == "label_replace":
+            if expr.func.name in ("label_replace", "label_join"):
                 return known | {expr.args[1].val}
             return known - {"le"} if expr.func.name == "histogram_quantile" else known
         case promql.ParenExpr() | promql.SubqueryExpr() | promql.UnaryExpr():

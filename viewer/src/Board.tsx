@@ -1,12 +1,17 @@
 // One dashboard: its variables, its time and its panels, in rows that can be folded.
 import { getTimeZoneInfo, rangeUtil, type TimeRange } from '@grafana/data';
-import { Alert, Combobox, Dropdown, Input, Menu, RefreshPicker, TimeRangePicker, ToolbarButton } from '@grafana/ui';
+import {
+  Alert, Combobox, Dropdown, Input, Menu, MultiCombobox, RefreshPicker, TimeRangePicker, ToolbarButton,
+} from '@grafana/ui';
 import { useCallback, useEffect, useMemo, useRef, useState } from 'react';
-import { set } from './address';
-import type { BoardModel, BoardSummary, Mark, Moment, PanelModel, Settings, VariableModel } from './model';
+import { Alone } from './Alone';
+import { ALSO, set } from './address';
+import { Keys } from './keys';
+import { sections, type Placed, type Section } from './layout';
+import type { BoardModel, BoardSummary, Mark, Moment, Settings, VariableModel } from './model';
 import { Panel, type Asking } from './Panel';
 import { busy, queryRange } from './prometheus';
-import { ALL, choices, filled, legend, steps, type Values } from './variables';
+import { ALL, choices, filled, legend, linked, steps, type Values } from './variables';
 
 const CELL = 30, GAP = 8; // pixels of Grafana's grid
 
@@ -156,33 +161,52 @@ function useMarks(board: BoardModel, chosen: Chosen | undefined, range: TimeRang
   return marks;
 }
 
-function Section({ heading, panels, asking }: { heading?: PanelModel; panels: PanelModel[]; asking: Asking }) {
+// What a copy of a row or a panel asks for: the variable has one value there.
+function useOwn(asking: Asking, own: Values | undefined): Asking {
+  const mine = JSON.stringify(own);
+  return useMemo(() => (mine ? { ...asking, values: { ...asking.values, ...JSON.parse(mine) } } : asking), [asking, mine]);
+}
+
+function Cell({ placed, top, asking }: { placed: Placed; top: number; asking: Asking }) {
+  const { panel } = placed;
+  const { x, y, w, h } = panel.gridPos;
+  return (
+    <div className="cell" data-wide={w > 12 || undefined} style={{
+      gridColumn: `${x + 1} / span ${w}`, gridRow: `${y - top + 1} / span ${h}`,
+      ['--tall' as string]: `${h * (CELL + GAP) - GAP}px`,
+    }}>
+      <Panel panel={panel} id={placed.key} asking={useOwn(asking, placed.own)} />
+    </div>
+  );
+}
+
+function Row({ heading, panels, own, asking }: Section & { asking: Asking }) {
   const [folded, setFolded] = useState(false);
-  const top = Math.min(...panels.map((panel) => panel.gridPos.y));
+  const top = Math.min(...panels.map(({ panel }) => panel.gridPos.y));
+  const mine = useOwn(asking, own);
   return (
     <>
       {heading && (
         <h2 className="heading">
           <button type="button" aria-expanded={!folded} onClick={() => setFolded(!folded)}>
-            {folded ? '▸' : '▾'} {heading.title}
+            {folded ? '▸' : '▾'} {linked(heading.title, mine.values, mine.raw)}
           </button>
         </h2>
       )}
       {!folded && (
         <div className="grid">
-          {panels.map((panel) => (
-            <div key={panel.id} className="cell" style={{
-              gridColumn: `${panel.gridPos.x + 1} / span ${panel.gridPos.w}`,
-              gridRow: `${panel.gridPos.y - top + 1} / span ${panel.gridPos.h}`,
-              ['--tall' as string]: `${panel.gridPos.h * (CELL + GAP) - GAP}px`,
-            }}>
-              <Panel panel={panel} asking={asking} />
-            </div>
-          ))}
+          {panels.map((placed) => <Cell key={placed.key} placed={placed} top={top} asking={mine} />)}
         </div>
       )}
     </>
   );
+}
+
+function Single({ placed, own, asking, explored }: {
+  placed: Placed; own?: Values; asking: Asking; explored: boolean;
+}) {
+  const mine = useOwn(useOwn(asking, own), placed.own);
+  return <Alone panel={placed.panel} id={placed.key} asking={mine} explored={explored} />;
 }
 
 export function Board({ board, boards, parameters, settings, theme }: {
@@ -210,7 +234,8 @@ export function Board({ board, boards, parameters, settings, theme }: {
   const given: Values = {};
   for (const [name, value] of parameters) {
     if (name.startsWith('var-')) {
-      given[name.slice(4)] = value;
+      const before = given[name.slice(4)];
+      given[name.slice(4)] = before === undefined ? value : `${before}${ALSO}${value}`;
     }
   }
   const chosen = useVariables(models, given, range);
@@ -228,15 +253,21 @@ export function Board({ board, boards, parameters, settings, theme }: {
     });
   }, [range]);
 
-  const sections: Array<{ heading?: PanelModel; panels: PanelModel[] }> = [];
-  for (const panel of board.panels) {
-    if (panel.type === 'row') {
-      sections.push({ heading: panel, panels: [...(panel.panels ?? [])] });
-    } else {
-      (sections.at(-1) ?? sections[sections.push({ panels: [] }) - 1]!).panels.push(panel);
-    }
-  }
-  const kept = new URLSearchParams([...parameters].filter(([name]) => name !== 'refresh'));
+  const renew = useCallback(() => setTick((before) => before + 1), []);
+  const rows = useMemo(() => sections(board, (name) => {
+    const value = chosen?.values[name] ?? '';
+    return value === ALL ? (chosen?.options[name] ?? []).filter((one) => one !== ALL) : value.split(ALSO).filter(Boolean);
+  }), [board, chosen]);
+  const alone = parameters.get('viewPanel');
+  const found = alone === null ? undefined : rows.flatMap(
+    ({ own, panels }) => panels.map((placed) => ({ own, placed }))).find(({ placed }) => placed.key === alone);
+  // A tab is found by its run, or by what else was chosen first.
+  const subject = models.filter((model) => model.type === 'query' && model.name !== 'tenant')
+    .map((model) => values?.[model.name]).find((value) => value && value !== ALL);
+  useEffect(() => {
+    document.title = [subject?.replaceAll(ALSO, ', '), board.title, 'flopwatch'].filter(Boolean).join(' · ');
+  }, [subject, board]);
+  const kept = new URLSearchParams([...parameters].filter(([name]) => !['refresh', 'viewPanel', 'explore'].includes(name)));
   const others = (
     <Menu>
       {boards.map((one) => (
@@ -264,14 +295,15 @@ export function Board({ board, boards, parameters, settings, theme }: {
         />
         <RefreshPicker
           value={refresh} intervals={board.timepicker?.refresh_intervals} isOnCanvas
-          onIntervalChanged={(interval) => set({ refresh: interval })} onRefresh={() => setTick(tick + 1)}
+          onIntervalChanged={(interval) => set({ refresh: interval })} onRefresh={renew}
         />
         {theme}
       </header>
       {chosen?.error && <Alert title={chosen.error} severity="error" />}
-      {asking && sections.map((section, i) => (
-        <Section key={section.heading?.id ?? -i} {...section} asking={asking} />
-      ))}
+      {asking && (found ? (
+        <Single key={alone} {...found} asking={asking} explored={parameters.has('explore')} />
+      ) : rows.map((row) => <Row {...row} key={row.key} asking={asking} />))}
+      <Keys move={move} refresh={renew} />
     </>
   );
 }
@@ -281,6 +313,8 @@ function Variable({ model, models, chosen }: {
 }) {
   const value = chosen?.values[model.name] ?? '';
   const [typed, setTyped] = useState<string>();
+  const numeric = Number.isFinite(Number.parseFloat(typeof model.query === 'string' ? model.query : ''));
+  const invalid = model.type === 'textbox' && numeric && !/^\d+(\.\d+)?$/.test(typed ?? value);
   const change = (to: string) => {
     setTyped(undefined);
     if (to !== value) {
@@ -292,9 +326,18 @@ function Variable({ model, models, chosen }: {
     <label className="variable">
       <span>{model.label || model.name}</span>
       {model.type === 'textbox' ? (
-        <Input width={10} value={typed ?? value} onChange={(event) => setTyped(event.currentTarget.value)}
-          onBlur={() => typed !== undefined && change(typed)}
-          onKeyDown={(event) => event.key === 'Enter' && change(event.currentTarget.value)} />
+        <Input width={10} value={typed ?? value} invalid={invalid} title={invalid ? 'a number is expected' : undefined} onChange={(event) => setTyped(event.currentTarget.value)}
+          onBlur={() => typed !== undefined && !invalid && change(typed)}
+          onKeyDown={(event) => event.key === 'Enter' && !invalid && change(event.currentTarget.value)} />
+      ) : model.multi ? (
+        <MultiCombobox width="auto" minWidth={12} value={value ? value.split(ALSO) : []} placeholder="none"
+          options={[...new Set([...(chosen?.options[model.name] ?? []), ...value.split(ALSO).filter(Boolean)])].map(
+            (one) => ({ value: one, label: one === ALL ? 'All' : one }))}
+          onChange={(picked) => {
+            const every = picked.map((one) => one.value);
+            const newest = every.at(-1);
+            change(newest === ALL ? ALL : every.filter((one) => one !== ALL).join(ALSO));
+          }} />
       ) : (
         <Combobox width="auto" minWidth={12} value={value || null} placeholder="none"
           options={[...new Set([...(chosen?.options[model.name] ?? []), ...(value ? [value] : [])])].map((one) => ({

@@ -10,6 +10,8 @@ import { seriesFrames, tableFrame } from './frames';
 import type { Mark, Moment, PanelModel, VariableModel } from './model';
 import { PANELS } from './panels';
 import { query, queryRange } from './prometheus';
+import { csv, download } from './csv';
+import { set } from './address';
 import { useSeen, useSize } from './size';
 import { filled, linked, steps, type Values } from './variables';
 
@@ -90,7 +92,7 @@ function useAnswer(panel: PanelModel, asking: Asking, seen: boolean): Answer {
   return answer;
 }
 
-export function Panel({ panel, asking }: { panel: PanelModel; asking: Asking }) {
+export function Panel({ panel, id, asking }: { panel: PanelModel; id: string; asking: Asking }) {
   const theme = useTheme2();
   const [ref, size] = useSize();
   const seen = useSeen(ref);
@@ -113,13 +115,21 @@ export function Panel({ panel, asking }: { panel: PanelModel; asking: Asking }) 
   const error = answer.error ?? (Drawn ? undefined : `no way to draw a panel of type ${panel.type}`);
   const nothing = panel.fieldConfig?.defaults.noValue;
   const state = error ? 'error' : !answer.done ? (seen ? 'loading' : 'unseen') : empty ? 'empty' : 'ok';
-  const menu = <Menu><Menu.Item label="Queries" icon="search" onClick={() => setAsked(true)} /></Menu>;
+  const title = replaceVariables(panel.title);
+  const menu = (
+    <Menu>
+      <Menu.Item label="View" icon="eye" shortcut="v" onClick={() => set({ viewPanel: id, explore: undefined })} />
+      <Menu.Item label="Explore" icon="compass" shortcut="e" onClick={() => set({ viewPanel: id, explore: '1' })} />
+      <Menu.Item label="Queries" icon="search" onClick={() => setAsked(true)} />
+      <Menu.Item label="CSV" icon="download-alt" disabled={empty} onClick={() => download(title, csv(frames))} />
+    </Menu>
+  );
   return (
     <section ref={ref} className="panel" data-panel={panel.title} data-type={panel.type} data-state={state}
-      data-nothing={nothing}>
+      data-nothing={nothing} data-id={id}>
       {size.width > 0 && (
         <PanelChrome
-          title={replaceVariables(panel.title)} description={panel.description} width={size.width} height={size.height}
+          title={title} description={panel.description} width={size.width} height={size.height}
           menu={menu} statusMessage={error}
           loadingState={answer.done || !seen ? LoadingState.Done : LoadingState.Loading}
         >

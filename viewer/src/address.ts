@@ -1,6 +1,9 @@
 // The address bar holds all state, as in Grafana: /d/UID?from=now-1h&to=now&refresh=30s&var-run=llama.
 import { useSyncExternalStore } from 'react';
 
+// Between the values of a variable that has several.
+export const ALSO = '\u001f';
+
 const listeners = new Set<() => void>();
 
 function notify(): void {
@@ -25,7 +28,8 @@ export function set(parameters: Record<string, string | undefined>, replace = fa
     if (value === undefined) {
       given.delete(name);
     } else {
-      given.set(name, value);
+      given.delete(name);
+      value.split(ALSO).forEach((one) => given.append(name, one));
     }
   }
   go(`${location.pathname}?${given}`, replace);

@@ -1,12 +1,13 @@
 import './public';
 import { createTheme, ThemeContext } from '@grafana/data';
 import { initPluginTranslations } from '@grafana/i18n';
-import { Alert, Card, ErrorBoundaryAlert, GlobalStyles, PortalContainer, ToolbarButton } from '@grafana/ui';
+import { Alert, ErrorBoundaryAlert, GlobalStyles, PortalContainer, ToolbarButton } from '@grafana/ui';
 import { useEffect, useMemo, useState } from 'react';
 import { createRoot } from 'react-dom/client';
 import { set, useAddress } from './address';
 import { Board } from './Board';
 import type { BoardModel, BoardSummary, Settings } from './model';
+import { inOrder, Index } from './Index';
 import { fill } from './registries';
 import './style.css';
 
@@ -30,7 +31,7 @@ function Page() {
   const theme = useMemo(() => createTheme({ colors: { mode: mode === 'light' ? 'light' : 'dark' } }), [mode]);
 
   useEffect(() => {
-    got<BoardSummary[]>('/api/boards').then(setBoards, (problem: Error) => setError(problem.message));
+    got<BoardSummary[]>('/api/boards').then((found) => setBoards(inOrder(found)), (problem: Error) => setError(problem.message));
     got<Settings>('/api/settings').then(setSettings, (problem: Error) => setError(problem.message));
   }, []);
   useEffect(() => {
@@ -42,7 +43,6 @@ function Page() {
       got<BoardModel>(`/api/boards/${encodeURIComponent(uid)}`).then(
         (found) => {
           if (current) {
-            document.title = `${found.title} · flopwatch`;
             setBoard(found);
           }
         },
@@ -70,17 +70,10 @@ function Page() {
       <PortalContainer />
       <main className={theme.isDark ? 'dark' : 'light'} style={{ background: theme.colors.background.canvas }}>
         {error && <Alert title={error} severity="error" />}
-        {!uid && (
+        {(!uid || (error && !board)) && (
           <>
             <header className="bar"><h1>flopwatch</h1><span className="gap" />{change}</header>
-            <div className="list">
-              {boards.map((one) => (
-                <Card key={one.uid} href={`/d/${one.uid}`} noMargin>
-                  <Card.Heading>{one.title}</Card.Heading>
-                  <Card.Description>{one.description}</Card.Description>
-                </Card>
-              ))}
-            </div>
+            <Index boards={boards} />
           </>
         )}
         {uid && board && settings && (

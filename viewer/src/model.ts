@@ -25,6 +25,9 @@ export interface PanelModel {
   maxDataPoints?: number;
   collapsed?: boolean; // of a row, which then holds its panels
   panels?: PanelModel[];
+  repeat?: string; // a variable: a copy for each of its values
+  repeatDirection?: 'h' | 'v';
+  maxPerRow?: number;
 }
 
 export interface VariableModel {
@@ -34,7 +37,9 @@ export interface VariableModel {
   query: string | { query: string };
   includeAll?: boolean;
   allValue?: string | null;
-  current?: { text?: string; value?: string };
+  multi?: boolean;
+  regex?: string;
+  current?: { text?: string | string[]; value?: string | string[] };
   hide?: number;
 }
 
@@ -65,6 +70,7 @@ export interface BoardSummary {
   title: string;
   description: string;
   tags: string[];
+  annotations?: BoardModel['annotations'] | ''; // empty without any
 }
 
 export interface Settings {

@@ -17,7 +17,7 @@ const CUSTOM = [
   'drawStyle', 'lineWidth', 'fillOpacity', 'showPoints', 'spanNulls', 'stacking', 'thresholdsStyle', 'axisSoftMin',
   'align', 'cellOptions', 'filterable', 'width', 'hideFrom', 'scaleDistribution', 'lineStyle', 'axisPlacement',
   'transform', 'fillBelowTo', 'axisSoftMax', 'axisCenteredZero', 'axisLabel', 'axisColorMode', 'lineInterpolation',
-  'gradientMode', 'pointSize', 'barAlignment', 'lineColor',
+  'gradientMode', 'pointSize', 'barAlignment', 'lineColor', 'minWidth', 'wrapText', 'hidden',
 ];
 
 function option(path: string, process: FieldConfigPropertyItem['process'], isCustom: boolean): FieldConfigPropertyItem {

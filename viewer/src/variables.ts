@@ -1,6 +1,7 @@
 // Variables in queries and links, by Grafana's rules: $name, ${name}, ${name:format}, ${__field.labels.x}.
 import type { DataContextScopedVar, ScopedVars, TimeRange } from '@grafana/data';
 import { VariableFormatID } from '@grafana/schema';
+import { ALSO } from './address';
 import { labelValues } from './prometheus';
 import type { Moment, VariableModel } from './model';
 
@@ -52,7 +53,11 @@ export function filled(expr: string, models: VariableModel[], values: Values, ra
     if (value === ALL) {
       return model.allValue ?? '.*';
     }
-    return model.includeAll ? asPattern(value) : model.type === 'textbox' ? value : escaped(value);
+    if (model.includeAll || model.multi) {
+      const each = value.split(ALSO).map(asPattern);
+      return each.length > 1 ? `(${each.join('|')})` : each[0]!;
+    }
+    return model.type === 'textbox' ? value : escaped(value);
   });
 }
 
@@ -71,10 +76,10 @@ export function linked(
       return written(clicked(name, path ?? '', context));
     }
     if (own === 'queryparam') {
-      return `var-${name}=${encodeURIComponent(values[name] ?? '')}`;
+      return (values[name] ?? '').split(ALSO).map((one) => `var-${name}=${encodeURIComponent(one)}`).join('&');
     }
     const value = values[name] ?? scoped?.[name]?.value;
-    return value === undefined ? whole : written(String(value));
+    return value === undefined ? whole : written(String(value).replaceAll(ALSO, ' + '));
   });
 }
 
@@ -97,6 +102,19 @@ function clicked(name: string, path: string, context: DataContextScopedVar | und
   return String(found?.values[rowIndex ?? 0] ?? '');
 }
 
+// As in Grafana, the group `value` of the variable's pattern or else its first group is the value.
+function matching(model: VariableModel, found: string[]): string[] {
+  const wanted = /^\/(.*)\/([a-z]*)$/s.exec(model.regex ?? '');
+  if (!model.regex) {
+    return found;
+  }
+  const pattern = new RegExp(wanted ? wanted[1]! : model.regex, wanted?.[2]!.replace('g', ''));
+  return [...new Set(found.flatMap((one) => {
+    const match = pattern.exec(one);
+    return match ? [match.groups?.value ?? match[1] ?? one] : [];
+  }))];
+}
+
 const LABEL_VALUES = /^label_values\(\s*(?:(.+)\s*,\s*)?(\w+)\s*\)$/s;
 
 // Returns what a variable may be, in order.
@@ -111,7 +129,7 @@ export async function choices(
   const match = asked[1] && filled(asked[1], models, values, range, { step: 15, rate: 60 });
   const start = Math.floor(range.from.valueOf() / 1000);
   const found = await labelValues(asked[2]!, match, start, Math.ceil(range.to.valueOf() / 1000), signal);
-  return found.filter((one) => one !== '').sort(new Intl.Collator('en', { numeric: true }).compare);
+  return matching(model, found).filter((one) => one !== '').sort(new Intl.Collator('en', { numeric: true }).compare);
 }
 
 export function legend(format: string | undefined, labels: Record<string, string>, expr: string): string {

@@ -141,7 +141,7 @@ def boards_app(
     @app.get("/api/boards")
     async def listed() -> list[dict[str, Any]]:
         return [
-            {"uid": uid, **{name: board.get(name, "") for name in ("title", "description", "tags")}}
+            {"uid": uid, **{name: board.get(name, "") for name in ("title", "description", "tags", "annotations")}}
             for uid, board in boards.items()
         ]
 

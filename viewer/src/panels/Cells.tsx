@@ -1,7 +1,7 @@
 // Rows of coloured cells along time: state timeline, status history and heatmap, which Grafana's libraries leave to its
 // core. A stand-in of the same options, on the plotting library that the others use.
 import {
-  dateTimeFormat, FieldType, formattedValueToString, getFieldDisplayName, type DataFrame, type DisplayValue,
+  colorManipulator, dateTimeFormat, FieldType, formattedValueToString, getFieldDisplayName, type DataFrame, type DisplayValue,
   type Field, type GrafanaTheme2, type TimeRange,
 } from '@grafana/data';
 import { AxisPlacement, LegendDisplayMode, ScaleDirection, ScaleOrientation } from '@grafana/schema';
@@ -206,14 +206,18 @@ export function StatusHistory(drawing: Drawing) {
 export function Heatmap(drawing: Drawing) {
   const theme = useTheme2();
   const { frames, range, panel } = drawing;
-  const { scheme = 'Oranges', exponent = 1, min = 0, max, reverse = false } = panel.options.color;
+  const { mode, fill, scheme = 'Oranges', exponent = 1, min = 0, max, reverse = false } = panel.options.color;
   const rows = useMemo(() => rowsOf(frames, range, false), [frames, range]);
   const top = max ?? Math.max(...rows.flatMap((row) => row.cells.map((cell) => cell.display.numeric)), 1e-9);
   const colored = useMemo(() => {
+    if (mode === 'opacity') {
+      const full = theme.visualization.getColorByName(fill);
+      return (share: number) => colorManipulator.alpha(full, share);
+    }
     const picked = (schemes as unknown as Record<string, (share: number) => string>)[`interpolate${scheme}`]!;
     const dark = theme.isDark !== reverse; // as in Grafana: what is little fades into the background
     return (share: number) => picked(dark ? 1 - share : share);
-  }, [scheme, reverse, theme]);
+  }, [mode, fill, scheme, reverse, theme]);
   const style = useMemo<Style>(() => ({
     color: (cell) => colored(Math.min(Math.max((cell.display.numeric - min) / (top - min), 0), 1) ** exponent),
     share: rows.length > 40 ? 1 : 0.92, gap: 0, text: false,
