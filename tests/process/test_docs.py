@@ -198,17 +198,19 @@ BLOCKS: dict[str, dict[str, Ran | Elsewhere | Needs]] = {
         "flopwatch run": Ran(
             before=TRAIN, replace=(("train.py", "--peak-flops 1e12 --peak-source test train.py > train.out 2>&1 &"),)
         ),
-        "curl -s": Ran(r"MFU \d", before=UNTIL_FLOPS),
+        "flopwatch top": Ran(r"(?m)^ ?first +0 +[\d,]+ +\d+\.\d % ", before=UNTIL_FLOPS),
         "flopwatch ledger show": Ran("first: running(.|\n)*productive", before=WAIT_FOR_LEDGER),
         "cat > prometheus.yml": Ran(
-            "first",
+            "first(.|\n)*FlopwatchWatchdog",
             replace=(
                 (
                     "prometheus-data &",
                     "prometheus-data > prometheus.out 2>&1 &\n"
-                    'until promtool query instant http://127.0.0.1:9090 \'ALERTS{alertname="FlopwatchWatchdog"}'
-                    ' * on () group_right () training_steps_total{run="first"}\' 2>&1'
-                    " | grep first; do sleep 0.5; done",
+                    # A group of rules may begin an interval later, when the run has ended.
+                    "until promtool query instant http://127.0.0.1:9090 training_steps_total 2>&1"
+                    " | grep first; do sleep 0.5; done\n"
+                    "until promtool query instant http://127.0.0.1:9090 ALERTS 2>&1"
+                    " | grep FlopwatchWatchdog; do sleep 0.5; done",
                 ),
             ),
         ),

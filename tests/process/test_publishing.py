@@ -142,7 +142,7 @@ while time.monotonic() < begin + 5:
 
 @pytest.mark.long
 @pytest.mark.torch
-@pytest.mark.parametrize("card", [False, True], ids=["alone", "beside a simulated card"])
+@pytest.mark.parametrize("card", [False, True], ids=["alone", "with a simulated card"])
 def test_an_installed_hook_shows_mfu_in_five_seconds_of_training(installed: Path, tmp_path: Path, card: bool) -> None:
     # PyTorch is linked, because it takes minutes to install. Nothing else of this environment can be imported.
     (tmp_path / "torch").mkdir()
