@@ -308,6 +308,7 @@ def test_the_chart_is_pushed_to_an_oci_registry_and_pulled_unchanged(released: P
 # The workflows.
 
 
+@pytest.mark.long
 def test_github_would_accept_its_files(tmp_path: Path) -> None:
     for schema, files in (
         ("vendor.github-workflows", sorted(GITHUB.glob("workflows/*.yml"))),

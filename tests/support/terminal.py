@@ -6,6 +6,7 @@ import fcntl
 import os
 import pty
 import select
+import signal
 import struct
 import subprocess
 import termios
@@ -18,6 +19,12 @@ import pyte
 from tests.support.machine import PATIENCE
 
 WIDTH, HEIGHT = 80, 24
+
+
+def _take_terminal() -> None:
+    """Make Ctrl-C a signal of this process, also if the tests were started in the background, which ignores it."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 class Terminal:
@@ -39,7 +46,7 @@ class Terminal:
             cwd=cwd,
             env={**environ, "TERM": "xterm-256color"},
             start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # so that Ctrl-C is a signal
+            preexec_fn=_take_terminal,
         )
 
     @property

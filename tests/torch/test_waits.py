@@ -369,6 +369,7 @@ if __name__ == "__main__":
     print(json.dumps(dict(main())))
 
 
+@pytest.mark.long
 def test_the_hook_adds_no_collective_and_no_group() -> None:
     script = str(ROOT / "tests" / "scripts" / "counts_collectives.py")
     printed: dict[str, list[Any]] = {}
