@@ -65,13 +65,13 @@ class Recent:
 
         Until the totals change it is the one before, and nothing after WINDOW seconds without a change.
         """
+        while len(self._kept) > 1 and self._kept[1][0] <= now - WINDOW:
+            self._kept.popleft()
         if not self._kept or totals != self._kept[-1][1]:
             self._progress = Progress(totals, self._kept[0][1] if self._kept else None)
             self._kept.append((now, totals))
         elif now > self._kept[-1][0] + WINDOW:
             self._progress = Progress(totals, totals)
-        while len(self._kept) > 1 and self._kept[0][0] < now - WINDOW:
-            self._kept.popleft()
         return self._progress
 
 

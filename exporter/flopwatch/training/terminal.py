@@ -33,14 +33,16 @@ class Terminal:
             return
         now, totals = time.monotonic(), values(snapshot.points)
         progress = self._recent.add(now, totals)
-        step = totals.get((m.TRAINING_POSITION_STEPS, ""))
-        if not progress.steps or step is None:
-            text = "no step yet" if step is None else f"no step for {WINDOW:.0f} s"
-        else:
+        steps = totals.get((m.TRAINING_STEPS_TOTAL, "")) or 0.0
+        if progress.steps:
+            # The position is unknown if the step of a restored checkpoint is.
+            step = totals.get((m.TRAINING_POSITION_STEPS, ""), steps)
             text = f"step {step:,.0f}, {figures(progress)}, {shares(progress)}"
+        else:
+            text = f"no step for {WINDOW:.0f} s" if steps else "no step yet"
         if self._drawn:
             self._draw(f"{self._name}: {text}")
-        elif now >= self._next:
+        elif steps and now >= self._next:
             self._next = now + LINE_EVERY
             print(f"flopwatch: {self._name}: {text}", file=self._stream, flush=True)
 
