@@ -26,7 +26,8 @@ def of_alerts(matchers: str) -> str:
     """
     firing = f'alertstate="firing", alertname!="FlopwatchWatchdog", {matchers}'
     critical, other = (f'ALERTS{{severity{sign}"critical", {firing}}}' for sign in ("=", "!="))
-    return f"(2 * {critical} or ({other} unless ignoring (severity) {critical}))"
+    same = 'ALERTS{severity="critical", alertstate="firing"}'  # the other labels are those of `other`
+    return f"(2 * {critical} or ({other} unless ignoring (severity) {same}))"
 
 
 def on_hosts(alerts: str, hosts: str = r.HOST) -> str:

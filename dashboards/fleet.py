@@ -31,7 +31,7 @@ def of_runs(expr: str) -> str:
 alerting = [
     findings.table(
         "Firing alerts on all runs and hosts, and reasons of the verdicts on all hosts, one row for each incident.",
-        f"{NAMED} or ({findings.placed(FINDINGS)} unless on (alertname, run) {NAMED})",
+        f"{NAMED} or on (alertname, run) {findings.placed(FINDINGS)}",
         "Run",
         "Rank",
         "Node",

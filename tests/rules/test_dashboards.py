@@ -304,6 +304,13 @@ def test_queries_come_out_ready_for_prometheus() -> None:
     assert not [query for _, query in queries if re.search(r"\$(?!\d)", query)]
 
 
+def test_no_query_is_longer_than_victoria_metrics_takes() -> None:
+    lengths = {(name, panel["title"]): len(target["expr"]) for name, panel in PANELS for target in panel["targets"]}
+    # Of 16 KiB, with room for the values of variables.
+    assert {place: length for place, length in lengths.items() if length > 15_000} == {}
+    assert max(lengths.values()) > 5_000
+
+
 def test_a_query_with_an_unset_variable_is_an_error() -> None:
     board = {"panels": [{"title": "Lost", "targets": [{"expr": 'up{run="$run"}'}]}]}
     with pytest.raises(KeyError, match="run"):
