@@ -26,6 +26,6 @@ def _mark(parser: argparse.ArgumentParser) -> None:
     """Mark the arguments of a parser and its commands whose values are files or folders."""
     for action in parser._actions:
         if (value := VALUES.get(str(action.metavar or action.dest))) is not None:
-            action.complete = value  # type: ignore[attr-defined]
+            vars(action)["complete"] = value  # shtab reads it
     for inner in choices(parser).values():
         _mark(inner)
