@@ -64,7 +64,7 @@ def read(prometheus: PrometheusApi, run: str) -> Summary:
         'group by (alertname, severity) (ALERTS{alertstate="firing",alertname!="FlopwatchWatchdog"})'
     )
     return Summary(
-        # Both from the ledger's counters, so that they are of the same moment. The ranks' own until the ledger has some.
+        # Both from the ledger, so that they are of the same moment. The MFU of the ranks until the ledger has one.
         mfu=prometheus.value(
             f"max({m.RUN_MODEL_FLOPS_TOTAL}{this}) / (max({m.RUN_STEP_CAPACITY_FLOPS_TOTAL}{this}) > 0)"
             f" or sum(increase({m.TRAINING_MODEL_FLOPS_TOTAL}{this}[1d]))"
