@@ -44,7 +44,7 @@ def per_port(port: str) -> str:
 
 POWER = f"rate({m.GPU_ENERGY_JOULES_TOTAL}{RATE})"
 SYMBOL_ERRORS = f"increase({m.INFINIBAND_SYMBOL_ERRORS_TOTAL}[$__range])"
-THROTTLED = f"rate({m.GPU_CLOCK_EVENT_SECONDS_TOTAL}{RATE})"
+THROTTLED = f"clamp_max(rate({m.GPU_CLOCK_EVENT_SECONDS_TOTAL}{RATE}), 1)"
 
 now = [
     verdict.panel(RUN, LEDGER),
