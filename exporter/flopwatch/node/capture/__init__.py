@@ -19,32 +19,17 @@ from pathlib import Path
 from typing import Any
 
 import flopwatch
+from flopwatch.catalogue.xid import read_table
 from flopwatch.node.capture.masking import Masker
 from flopwatch.node.capture.recorder import SYSTEM, Recorded, Recorder, dumps
 from flopwatch.node.collectors import AccessLost, RestartReader, Unsupported
 from flopwatch.node.collectors.nvml import Nvml
 from flopwatch.settings import SettingsError
 
-PCI_FILES = (
-    "class vendor device subsystem_vendor subsystem_device numa_node local_cpulist current_link_speed "
-    "current_link_width max_link_speed max_link_width"
-)
-NET_FILES = (
-    "address operstate carrier carrier_changes carrier_up_count carrier_down_count mtu speed dev_id dev_port type"
-)
-PORT_FILES = (  # below the sysfs root, without gids, pkeys and node_desc, which identify the host
-    *(f"class/infiniband/*/{name}" for name in ("board_id", "fw_ver", "hca_type", "hw_rev", "node_type", "node_guid")),
-    "class/infiniband/*/hw_counters/*",
-    *(
-        f"class/infiniband/*/ports/*/{name}"
-        for name in ("state", "phys_state", "rate", "link_layer", "lid", "sm_lid", "cap_mask")
-    ),
-    *(f"class/infiniband/*/ports/*/{name}/*" for name in ("counters", "counters_ext", "hw_counters")),
-    "class/infiniband/*/ports/*/gid_attrs/ndevs/0",
-    *(f"class/infiniband/*/device/{name}" for name in PCI_FILES.split()),
-    "class/infiniband/*/device/hwmon/*/temp*",
-    *(f"class/infiniband/*/device/net/*/{name}" for name in NET_FILES.split()),
-)
+# Without gids, pkeys and node_desc of ports, which identify the host.
+_FILES = [(row["folder"], row["file"]) for row in read_table("capture_files.csv")]  # below the sysfs root
+PORT_FILES = [f"{folder}/{file}" for folder, file in _FILES if folder.startswith("class/infiniband")]
+NET_FILES, PCI_FILES = ([file for of, file in _FILES if of == it] for it in ("class/net/*", "bus/pci/devices/*"))
 # Without the kernel's command line, which may hold tokens and addresses next to `mlx5_core`.
 WANTED_IN_KMSG = re.compile(r"^(?!.*ommand line: ).*(NVRM|nvidia|SXid|mlx[45]_|infiniband|\bib_|pcieport .*AER)")
 MAX_KMSG_RECORDS = 5000  # the newest are kept
@@ -91,7 +76,7 @@ class Sysfs:
             f"class/net/{name}/{lower}{file}"
             for name in sorted(networks)
             for lower in ("", "lower_*/")
-            for file in NET_FILES.split()
+            for file in NET_FILES
         )
         return changed | self.read(patterns)
 
@@ -261,7 +246,7 @@ def capture(
             next_read()
     recorded = answers.recorded
     addresses = gpu_addresses(recorded)
-    steps[0] |= tree.read(f"bus/pci/devices/{address}/{name}" for address in addresses for name in PCI_FILES.split())
+    steps[0] |= tree.read(f"bus/pci/devices/{address}/{name}" for address in addresses for name in PCI_FILES)
     result.missing += answers.failures
     if not any("class/infiniband" in path for path in (*tree.links, *tree.files)):
         result.missing.append(f"InfiniBand ports: none in {sysfs}/class/infiniband")

@@ -10,23 +10,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from flopwatch.catalogue.xid import read_table
+
 LIBRARY = "libdcgm.so.4"
 
 GPU, SWITCH, LINK, CPU = 1, 3, 6, 7  # dcgm_field_entity_group_t
 
 BADPARAM, TIMEOUT, VERSION_MISMATCH, CONNECTION_NOT_VALID, PAUSED = -1, -11, -12, -21, -54  # dcgmReturn_t
-# fmt: off
-_MEANINGS = {
-    BADPARAM: "bad parameter", -3: "unspecified error", -4: "out of memory", -6: "not supported",
-    -7: "initialisation failed", -8: "NVML error", TIMEOUT: "timed out",
-    VERSION_MISMATCH: "libdcgm and the host engine are of different releases", -13: "unknown field", -14: "no data",
-    -15: "stale data", -16: "not watched", -17: "no permission", -18: "GPU is lost", -19: "GPU needs a reset",
-    CONNECTION_NOT_VALID: "the connection to the host engine is gone", -24: "limit reached", -29: "needs root",
-    -33: "module not loaded", -36: "profiling is not supported", -37: "profiling library error",
-    -38: "the hardware cannot count these fields together", PAUSED: "paused", -57: "driver time-out",
-    -67: "GPUs are detached",
-}
-# fmt: on
+_MEANINGS = {int(row["code"]): row["meaning"] for row in read_table("dcgm_errors.csv")}
 LOST = (TIMEOUT, CONNECTION_NOT_VALID)  # the connection is dead
 
 _INT64_BLANK, _FP64_BLANK = 0x7FFFFFFFFFFFFFF0, float(1 << 47)

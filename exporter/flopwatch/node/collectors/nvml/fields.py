@@ -66,11 +66,11 @@ class NvmlField:
         return self.id, self.scope
 
 
-def _table(name: str) -> tuple[NvmlField, ...]:
-    """Return the fields of one table in `data/nvml_fields.csv`, in its order."""
+def table(name: str) -> tuple[NvmlField, ...]:
+    """Return the fields of one table in `data/nvml_fields.csv`: metrics for `gpm`, bits for `clock_events`."""
     return tuple(
         NvmlField(
-            int(row["id"]),
+            int(row["id"], 0),
             BY_NAME[row["family"]],
             tuple(row["label"].split()),
             {"": 0, "all_links": ALL_LINKS, "module": MODULE}[row["scope"]],
@@ -89,11 +89,11 @@ def _table(name: str) -> tuple[NvmlField, ...]:
 ECC_CORRECTED, ECC_UNCORRECTED = (3, 0), (4, 0)
 NVLINK_DATA_SENT, NVLINK_DATA_RECEIVED = (138, ALL_LINKS), (139, ALL_LINKS)
 
-FAST = _table("fast")  # requested at every read
-FAST_LINKS = _table("fast_links")  # likewise, in a call of its own: on GB200, a call with these and ECC fields fails
-SLOW = _table("slow")  # requested seldom: they rise by single events or hardly ever change
+FAST = table("fast")  # requested at every read
+FAST_LINKS = table("fast_links")  # likewise, in a call of its own: on GB200, a call with these and ECC fields fails
+SLOW = table("slow")  # requested seldom: they rise by single events or hardly ever change
 # Per GPU on NVLink 3 and older, requested if no link has fields 161-163.
-OLD_LINKS = _table("old_links")
+OLD_LINKS = table("old_links")
 OLD_LINK_SPEED = NvmlField(90, m.NVLINK_SPEED_BYTES_PER_SECOND)
 
 LINK_COUNT = (91, 0)
@@ -101,9 +101,9 @@ LINK_SPEED, LINK_STATE, LINK_VERSION = 164, 165, 166
 LINK_STATES = {0: "inactive", 1: "active", 2: "sleep", 3: "disabled"}
 ACTIVE, SLEEP = 1, 2
 LINK_VERSIONS = {1: "1.0", 2: "2.0", 3: "2.2", 4: "3.0", 5: "3.1", 6: "4.0", 7: "5.0", 8: "6.0"}  # NVML_NVLINK_VERSION_
-LINK_ERRORS = {field.id: field.labels[0] for field in _table("link_errors")}
-LINK_SUMS = {field.id: field.row for field in _table("link_sums")}
-LINK_BERS = {field.id: field.row for field in _table("link_bers")}
+LINK_ERRORS = {field.id: field.labels[0] for field in table("link_errors")}
+LINK_SUMS = {field.id: field.row for field in table("link_sums")}
+LINK_BERS = {field.id: field.row for field in table("link_bers")}
 SYMBOL_ERRORS, BLOCKS = 221, {294, 295}
 # Fields that NVML adds up over all links for the scope ALL_LINKS, the only one with which DCGM 4.6.0 requests them.
 ADDED_UP = (202, 204, *range(206, 213), 214, 215, 219, 221)
@@ -111,15 +111,12 @@ INSTEAD_OF_LINKS = {202: NVLINK_DATA_SENT, 204: NVLINK_DATA_RECEIVED}  # of all 
 PER_LINK = (LINK_STATE, LINK_SPEED, LINK_VERSION, *LINK_ERRORS, *LINK_SUMS, *LINK_BERS)
 
 C2C_COUNT, C2C_STATE, C2C_SPEED = (170, 0), 171, 172
-C2C_ERRORS = {field.id: field.labels[0] for field in _table("c2c_errors")}
+C2C_ERRORS = {field.id: field.labels[0] for field in table("c2c_errors")}
+
+# nvmlClocksEventReason*, with the names nvidia-smi uses.
+CLOCK_EVENTS = {bit.id: bit.labels[0] for bit in table("clock_events")}
 
 # fmt: off
-CLOCK_EVENTS = {  # nvmlClocksEventReason*, with the names nvidia-smi uses
-    0x1: "gpu_idle", 0x2: "applications_clocks_setting", 0x4: "sw_power_cap", 0x8: "hw_slowdown", 0x10: "sync_boost",
-    0x20: "sw_thermal_slowdown", 0x40: "hw_thermal_slowdown", 0x80: "hw_power_brake_slowdown",
-    0x100: "display_clock_setting",
-}
-
 FABRIC_FAULTS = {  # NVML_GPU_FABRIC_HEALTH_MASK_*: first of two bits (0 not supported, 1 yes, 2 no), faulty value
     0: ("degraded_bandwidth", 1), 2: ("route_recovery", 1), 4: ("route_unhealthy", 1), 6: ("access_timeout", 1),
     12: ("no_partition", 2), 14: ("manager_disconnected", 2),
