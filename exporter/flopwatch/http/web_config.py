@@ -21,6 +21,7 @@ from pydantic_core import PydanticCustomError
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from flopwatch.catalogue.xid import read_table
 from flopwatch.http.passwords import Passwords
 from flopwatch.settings import SettingsError
 
@@ -40,17 +41,7 @@ CLIENT_AUTH = {
 }
 VERSIONS = {"TLS12": ssl.TLSVersion.TLSv1_2, "TLS13": ssl.TLSVersion.TLSv1_3}
 # OpenSSL's names of the secure suites below TLS 1.3, by Go's names. Suites of TLS 1.3 are not configurable.
-_CIPHERS = {
-    f"TLS_ECDHE_{key}_WITH_{go}": f"ECDHE-{key}-{openssl}"
-    for key in ("RSA", "ECDSA")
-    for go, openssl in (
-        ("AES_128_GCM_SHA256", "AES128-GCM-SHA256"),
-        ("AES_256_GCM_SHA384", "AES256-GCM-SHA384"),
-        ("CHACHA20_POLY1305_SHA256", "CHACHA20-POLY1305"),
-        ("AES_128_CBC_SHA", "AES128-SHA"),
-        ("AES_256_CBC_SHA", "AES256-SHA"),
-    )
-}
+_CIPHERS = {row["go"]: row["openssl"] for row in read_table("tls_cipher_suites.csv")}
 _HEADERS: dict[str, tuple[str, ...]] = {
     "Content-Security-Policy": (),
     "X-Frame-Options": ("deny", "sameorigin"),
