@@ -6,7 +6,6 @@ on or off and never disables authentication, because editors truncate a file bef
 `ssl` lacks are errors. http2 and prefer_server_cipher_suites have no effect.
 """
 
-import importlib
 import logging
 import os
 import re
@@ -16,10 +15,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
+import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from yaml.nodes import MappingNode, Node, SequenceNode
 
 from flopwatch.catalogue.xid import read_table
 from flopwatch.http.passwords import Passwords
@@ -28,7 +29,6 @@ from flopwatch.settings import SettingsError
 if TYPE_CHECKING:
     import uvicorn
     from pydantic_core import ErrorDetails
-    from yaml.nodes import Node
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,6 @@ _HEADERS: dict[str, tuple[str, ...]] = {
 _BCRYPT = re.compile(r"\$2[aby]\$([0-9]{2})\$[./A-Za-z0-9]{53}")
 MIN_COST, MAX_COST = 4, 16  # of a bcrypt hash; each step doubles its time, and a cost of 10 takes 50 ms
 MAX_DEPTH = 3  # of keys and indices
-_PACKAGES = "--web-config needs PyYAML and bcrypt; install flopwatch[exporter]"
 
 
 _NOTHING = ("", "~", "null")  # null in YAML, or a key without a value
@@ -231,12 +230,8 @@ def _message(error: "ErrorDetails", lines: Mapping[Loc, int]) -> str:
     return f"line {lines[loc]}: {''.join(f'{name}: ' for name in sections[-1:])}{key} {problem}"
 
 
-def _compose(text: str) -> "Node | None":
+def _compose(text: str) -> Node | None:
     """Return the root node of a YAML document, without constructing Python objects. Raises SettingsError."""
-    try:
-        import yaml
-    except ImportError:
-        raise SettingsError(_PACKAGES) from None
     try:
         return yaml.compose(text, Loader=yaml.BaseLoader)
     except yaml.MarkedYAMLError as error:
@@ -250,10 +245,8 @@ def _compose(text: str) -> "Node | None":
         raise SettingsError("this is not a web configuration: it is nested too deeply") from None
 
 
-def _plain(node: "Node | None", loc: Loc, lines: dict[Loc, int]) -> Any:
+def _plain(node: Node | None, loc: Loc, lines: dict[Loc, int]) -> Any:
     """Return a YAML node as strings, lists and dictionaries, and add each line to `lines`. Raises SettingsError."""
-    from yaml import MappingNode, SequenceNode
-
     lines[loc] = 1 if node is None else node.start_mark.line + 1
     if len(loc) > MAX_DEPTH:  # an alias may refer to a node that contains it
         raise SettingsError(f"line {lines[loc]}: this is nested too deeply")
@@ -296,15 +289,11 @@ class Web:
         self._seen = {self._file: _signature(self._file)}
         try:
             config = parse(self._file.read_text(errors="replace"), self._file.parent)
-            if config.basic_auth_users:
-                importlib.import_module("bcrypt")  # if it is missing, fail now instead of at the first password
             tls = config.tls_server_config
             self._seen |= {file: _signature(file) for file in tls.files}
             return config, tls.context() if tls.files else None
         except OSError as error:
             raise SettingsError(f"{self._name}: {error.strerror}") from None
-        except ImportError:
-            raise SettingsError(_PACKAGES) from None
         except SettingsError as error:
             raise SettingsError(f"{self._name}: {error}") from None
 
