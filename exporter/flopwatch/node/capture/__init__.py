@@ -134,19 +134,13 @@ def kernel_log(path: Path) -> list[str]:
     return [line for line in lines if WANTED_IN_KMSG.search(line)][-MAX_KMSG_RECORDS:]
 
 
-@dataclass
-class NvmlAnswers:
-    """Answers of NVML, the time of each read in seconds after the first, and errors of failed reads."""
-
-    recorded: Recorded = field(default_factory=dict)
-    times: list[float] = field(default_factory=lambda: [0.0])
-    failures: list[str] = field(default_factory=list)
-
-
 def nvml_answers(
     library: Any, host: str, reads: int, pause: Callable[[], None], clock: Callable[[], float] = time.monotonic
-) -> NvmlAnswers:
-    """Run the NVML collector `reads` times, with `pause` in between, and record NVML's answers. Raises Unsupported."""
+) -> tuple[Recorded, list[float], list[str]]:
+    """Run the NVML collector `reads` times, with `pause` in between. Raises Unsupported.
+
+    Return NVML's answers, the time of each read in seconds after the first, and errors of failed reads.
+    """
     recorder = Recorder(library)
     times: list[float] = []
     failures: list[str] = []
@@ -164,7 +158,7 @@ def nvml_answers(
                 collector.read()
             except (AccessLost, RestartReader, library.NVMLError) as error:
                 failures.append(f"GPUs, read {read + 1}: {error}")
-    return NvmlAnswers(recorder.recorded(), [round(at - times[0], 3) for at in times], failures)
+    return recorder.recorded(), [round(at - times[0], 3) for at in times], failures
 
 
 def masked_nvml(recorded: Recorded, masker: Masker) -> Recorded:
@@ -237,17 +231,15 @@ def capture(
         pause()
         steps.append(tree.ports())
 
-    answers = NvmlAnswers()
+    recorded: Recorded = {}
     try:
-        answers = nvml_answers(library, hosts[0], reads, next_read, clock)
+        recorded, times, result.missing = nvml_answers(library, hosts[0], reads, next_read, clock)
     except Unsupported as error:
-        answers.failures.append(f"GPUs: {error}")
+        result.missing.append(f"GPUs: {error}")
         while len(steps) < reads and tree.files:
             next_read()
-    recorded = answers.recorded
     addresses = gpu_addresses(recorded)
     steps[0] |= tree.read(f"bus/pci/devices/{address}/{name}" for address in addresses for name in PCI_FILES)
-    result.missing += answers.failures
     if not any("class/infiniband" in path for path in (*tree.links, *tree.files)):
         result.missing.append(f"InfiniBand ports: none in {sysfs}/class/infiniband")
     result.missing += [f"sys/{path}: {name}" for path, name in sorted(tree.refused.items())]
@@ -263,7 +255,7 @@ def capture(
     driver = versions[-1] if isinstance(versions[-1], str) else ""  # not an error
     about = {"flopwatch": flopwatch.__version__, "driver": driver, "date": date}
     if recorded:
-        nvml = {"about": about, "reads": answers.times, "nvml": masked_nvml(recorded, masker)}
+        nvml = {"about": about, "reads": times, "nvml": masked_nvml(recorded, masker)}
         result.files["nvml.json"] = dumps(nvml) + "\n"
     _add_masked(result, masker, tree.links, steps, log)
     result.files["README.md"] = _readme(about, result)
