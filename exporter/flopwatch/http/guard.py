@@ -49,6 +49,11 @@ def hostname(host: str) -> str:
     return name.strip("[]").lower()
 
 
+def refuses(method: str, headers: Mapping[str, str], names: Collection[str]) -> bool:
+    """Return whether `guarded` refuses a request with this method and these headers, whose names are in lower case."""
+    return refusal(method, headers, names) is not None
+
+
 def refusal(method: str, headers: Mapping[str, str], names: Collection[str]) -> tuple[int, str] | None:
     """Return status and reason with which to refuse a request, or None. Names of headers are in lower case."""
     host = headers.get("host", "")

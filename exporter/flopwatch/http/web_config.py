@@ -188,7 +188,7 @@ class WebConfig(_Section):
     unsupported = {"rate_limit": "; a scrape within a second of another shares its answer"}
     tls_server_config: Tls = Tls()
     http_server_config: _HttpSection = _HttpSection()
-    basic_auth_users: Annotated[dict[str, str], _EMPTY, AfterValidator(_checked_users)] = Field({}, repr=False)
+    basic_auth_users: Annotated[dict[str, str], _EMPTY, AfterValidator(_checked_users)] = Field(default={}, repr=False)
 
     def requires_auth(self) -> bool:
         """Return whether clients need a password or a certificate."""

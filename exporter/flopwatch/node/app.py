@@ -15,7 +15,7 @@ from starlette.routing import Route
 import flopwatch
 from flopwatch.http import server as http_server
 from flopwatch.http.exposition import OPENMETRICS, content_type, gzip_accepted
-from flopwatch.http.guard import refusal
+from flopwatch.http.guard import refuses
 from flopwatch.node.scrape.scrape import Scrape, scrape_timeout
 from flopwatch.node.telemetry import otlp
 from flopwatch.node.telemetry.otlp import Refused
@@ -131,7 +131,7 @@ def small_pushes(telemetry: Telemetry, token_file: Path | None, names: Collectio
             except (Refused, http_server.Unauthorized):
                 return None  # the application refuses and counts it
 
-        return answer if refusal(method, headers, names) is None else None
+        return None if refuses(method, headers, names) else answer
 
     return responder
 
