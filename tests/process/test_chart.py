@@ -264,8 +264,7 @@ def test_a_ledger_behind_tls_is_asked_by_its_name_and_only_it_has_the_key() -> N
     (secret,) = [volume["secret"]["secretName"] for name, volume in volumes.items() if name == "tls"]
     assert secret == "flopwatch-ledger-tls"
     (folder,) = [path for path, (name, _) in folders.items() if name == "tls"]
-    tls = web_config.parse(text).tls
-    assert tls is not None
+    tls = web_config.parse(text).tls_server_config
     assert tls.files == (Path(folder, "tls.crt"), Path(folder, "tls.key")), "as cert-manager names them"
     for probe in ("livenessProbe", "readinessProbe"):
         assert container(statefulset)[probe]["httpGet"]["scheme"] == "HTTPS"
