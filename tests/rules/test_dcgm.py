@@ -63,10 +63,6 @@ def holds(expr: str, value: float | None = 1, at: float = 0) -> Case:
     return {"expr": expr, "eval_time": f"{at:g}s", "exp_samples": samples}
 
 
-def test_the_file_of_the_chart_is_generated() -> None:
-    assert OPTIONAL.read_text(encoding="utf-8") == as_yaml(dcgm_rules(AlertSettings()))
-
-
 def test_every_rule_keeps_to_one_exporter_and_records_a_row_with_its_labels() -> None:
     assert {name for one in FIELDS for name in (unit for _, unit in one.names)} <= UNITS.keys()
     for record in RECORDS:
