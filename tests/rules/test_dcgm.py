@@ -1,4 +1,4 @@
-"""The rules for dcgm-exporter: our series from its own, before and after 4.9, and shipped alerts and panels over them."""
+"""The rules for dcgm-exporter: our series from its own, before and after 4.9, and alerts and panels over them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 import dashboards
-from alerts import AlertSettings, as_yaml
+from alerts import AlertSettings
 from alerts.dcgm import FIELDS, RECORDS, UNITS, dcgm_rules
 from dashboards.__main__ import BOARDS
 from demo.servers import find
@@ -23,8 +23,7 @@ from flopwatch.catalogue.xid import xids
 from flopwatch.node.scrape.compat import ALIASES, Compatibility
 from simulator.promtool import rule_test
 from tests.support import ROOT, TESTS
-from tests.support.dcgm_series import DCGM, OWN, Scrape, input_series, is_of_a_gpu, own, parsed
-from tests.support.promql_labels import labels_of
+from tests.support.dcgm_series import DCGM, OWN, Scrape, input_series, own, parsed
 from tests.support.promql_parts import parts
 from tests.support.simulated_host import Node
 
@@ -105,7 +104,6 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Scrape]]:
     """Return ten minutes of a node's scrapes: flopwatch's series, and those of dcgm-exporter of each generation."""
     node = Node(tmp_path_factory.mktemp("node"))
     node.load(1, 0.3)
-    node.ecc(2, corrected=3)
     node.run(45)
     node.samples()
     made = {generation: Compatibility(f"dcgm-{generation}", lambda: node.now) for generation in GENERATIONS}
@@ -114,7 +112,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Scrape]]:
         node.run(INTERVAL)
         if number == 20:
             node.throttle(5, "sw_power_cap")
-            node.ecc(2, uncorrected=1)
+            node.ecc(2, uncorrected=1, corrected=3)
         samples = node.samples()
         scrapes["own"].append(own(samples))
         for generation, compatibility in made.items():
@@ -360,3 +358,295 @@ def test_faults_fire_the_same_alerts_as_with_our_exporter_and_no_others(source: 
         ],
     }
     judge(tmp_path, list(input_series(made, OWN if source == "flopwatch" else DCGM)), alerts=cases, exprs=[only])
+
+
+# Panels over a dcgm-exporter alone.
+
+BOARD_VARIABLES = {
+    "host": "node1",
+    "uuid": "GPU-51a70000-0000-4000-8000-000000000005",
+    "model": ".*",
+    "rack": ".*",
+    "run": ".*",
+    "tenant": ".*",
+    "__rate_interval": "1m",
+    "__range": "1h",
+}
+# Values of fields that flopwatch does not expose, of every GPU. Others are 0.
+FURTHER = {
+    "DCGM_FI_DEV_SLOWDOWN_TEMP": 90.0,
+    "DCGM_FI_DEV_MAX_SM_CLOCK": 1980.0,
+    "DCGM_FI_DEV_PCIE_LINK_WIDTH": 16.0,
+    "DCGM_FI_DEV_PCIE_MAX_LINK_WIDTH": 16.0,
+    "DCGM_FI_DEV_POWER_MGMT_LIMIT_DEF": 700.0,
+    "DCGM_FI_DEV_GET_GPU_RECOVERY_ACTION": 1.0,
+    "DCGM_FI_DEV_CLOCKS_EVENT_REASONS": float(0x4),
+}
+
+
+def further(scrapes: Sequence[Scrape], generation: str) -> list[Scrape]:
+    """Return scrapes with the fields that dcgm-exporter has only if its list of metrics names them."""
+    made = []
+    exposed = {alias.old for alias in ALIASES}
+    for number, scrape in enumerate(scrapes):
+        more: dict[tuple[str, frozenset[tuple[str, str]]], float] = {}
+        for name, labels in scrape:
+            if not name.startswith("DCGM_FI_DEV_GPU_TEMP"):
+                continue
+            for one in FIELDS:
+                (old, unit), (new, of_4_9) = one.names[0], one.names[-1]
+                if old in exposed:
+                    continue
+                value = FURTHER.get(old, 0.0)
+                value = value * FACTORS.get(unit, 1) if generation == "4.9" and unit != of_4_9 else value
+                counted = one.row.type == "counter"
+                more[new if generation == "4.9" else old, labels] = value + 1e9 * number * counted
+            more["DCGM_FI_DEV_CLOCKS_EVENT_REASONS", labels] = FURTHER["DCGM_FI_DEV_CLOCKS_EVENT_REASONS"]
+            more["DCGM_FI_DEV_XID_ERROR" if generation == "4.9" else "DCGM_FI_DEV_XID_ERRORS", labels] = (
+                13.0 if number > 20 else 0.0
+            )
+            of_link = {"gpu": dict(labels)["gpu"], "gpu_uuid": dict(labels)["UUID"], "hostname": "node1"}
+            for link in range(LINKS):
+                state = RENAMED[LINK_STATE][generation == "4.9"][0]
+                more[state, frozenset((of_link | {"nvlink": str(link)}).items())] = 1.0
+        made.append({**scrape, **more})
+    return made
+
+
+# Ranks are from the hook, ports and place from flopwatch's exporter.
+UNFED = {"gpu: Ranks", "node: Location", "node: Port states", "node: Port traffic", "node: Port errors", "node: Ranks"}
+# Queries of panels for what no GPU of this node has: a fault, an owner, or a value in that range.
+EMPTY = {
+    "gpus: GPUs that need attention": "CFGH",
+    "gpus: GPUs by utilisation": "AC",
+    "gpus: GPUs by tensor activity": "AD",
+    "gpus: GPUs by memory in use": "ABD",
+    "gpus: PCIe replays, one hour": "A",
+    "gpus: Allocated but unused GPUs": "A",
+}
+
+
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_every_panel_that_can_be_fed_has_data(node: dict[str, list[Scrape]], generation: str, tmp_path: Path) -> None:
+    series = list(input_series(further(node[generation], generation), DCGM))
+    end = INTERVAL * (len(node["own"]) - 1)
+    cases = []
+    for board in ("gpu", "gpus", "node"):
+        for panel in BOARDS[board]["panels"]:
+            for target in panel.get("targets", ()):
+                _, query = next(dashboards.queries({"panels": [panel | {"targets": [target]}]}, BOARD_VARIABLES))
+                place = f"{board}: {panel['title']}"
+                fed = place not in UNFED and target["refId"] not in EMPTY.get(place, "")
+                cases.append(holds(f"group({query})", 1 if fed else None, end))
+    firing = [{"alertname": "GpuHot", "eval_time": f"{end}s", "exp_alerts": []}]
+    judge(tmp_path, series, alerts=firing, exprs=cases)
+
+
+# One rule at a time.
+
+A, B = "GPU-a", "GPU-b"
+NAMED = {
+    "gpu": "0",
+    "UUID": A,
+    "Hostname": "n1",
+    "modelName": "H100",
+    "pci_bus_id": "0",
+    "DCGM_FI_DRIVER_VERSION": "580",
+}
+
+
+def one(name: str, values: str, target: Mapping[str, str] = DCGM, **labels: str) -> dict[str, str]:
+    """Return a series of dcgm-exporter, or with other labels of any target."""
+    written = ",".join(f'{key}="{value}"' for key, value in {**target, **labels}.items() if value)
+    return {"series": f"{name}{{{written}}}", "values": values}
+
+
+def gpu(name: str, values: str, **labels: str) -> dict[str, str]:
+    return one(name, values, **{**NAMED, **labels})
+
+
+def test_a_gpu_of_our_exporter_is_left_out_until_that_exporter_is_gone(tmp_path: Path) -> None:
+    other = {"gpu": "1", "UUID": B}
+    series = [
+        gpu("DCGM_FI_DEV_GPU_TEMP", "50x80"),
+        gpu("DCGM_FI_DEV_GPU_TEMP", "60x80", **other),
+        gpu("DCGM_FI_PROF_PIPE_TENSOR_ACTIVE", "0.5x80"),
+        gpu("DCGM_FI_DEV_XID_ERRORS", "0x10 48x70"),
+        # Our exporter serves GPU 0 for ten minutes, and has dcgm-exporter's names too.
+        one("gpu_info", "1x40 stale", OWN, gpu="0", uuid=A, host="n1", source="nvml"),
+        one("gpu_present", "1x40 stale", OWN, gpu="0", uuid=A),
+        one("gpu_temperature_celsius", "50x40 stale", OWN, gpu="0", uuid=A),
+        one("DCGM_FI_DEV_GPU_TEMP", "50x40 stale", OWN, **NAMED),
+    ]
+    own_gpu, others = f'{{uuid="{A}",job=""}}', f'{{uuid="{B}",job=""}}'
+    recorded = f'count({{uuid="{A}",job="",__name__!~"ALERTS.*"}})'
+    exprs = [
+        holds(recorded, None, 600),
+        holds("count(gpu_temperature_celsius)", 2, 600),
+        holds(f"max(gpu_temperature_celsius{others})", 60, 600),
+        holds(f"max(gpu_temperature_celsius{own_gpu})", None, 840),
+        # Five minutes after its last series.
+        holds(f"max(gpu_temperature_celsius{own_gpu})", 50, 960),
+        holds("count(gpu_temperature_celsius)", 2, 960),
+        # An Xid of before then has no known time.
+        holds("count(gpu_xid_last_timestamp_seconds)", None, 1200),
+    ]
+    judge(tmp_path, series, exprs=exprs)
+
+
+def test_a_change_of_the_last_xid_is_a_new_xid_at_that_time(tmp_path: Path) -> None:
+    series = [
+        gpu("DCGM_FI_DEV_GPU_TEMP", "50x120"),
+        # 31 is older than the rules, 48 comes after five minutes and 79 after ten. 48 comes again after 20 minutes.
+        gpu("DCGM_FI_DEV_XID_ERRORS", "31x19 48x19 79x39 48x40"),
+        # Its exporter does not answer for one minute, and for seven.
+        gpu("DCGM_FI_DEV_GPU_TEMP", "50x10 stale _x3 50x20 stale _x28 50x60", gpu="1", UUID=B),
+        gpu("DCGM_FI_DEV_XID_ERRORS", "31x10 stale _x3 31x20 stale _x28 31x60", gpu="1", UUID=B),
+    ]
+
+    def at(seconds: float, *xids: tuple[str, float, float]) -> list[Case]:
+        last = [{"labels": f'{{xid="{xid}"}}', "value": time} for xid, time, _ in xids]
+        count = [{"labels": f'{{xid="{xid}"}}', "value": number} for xid, _, number in xids]
+        by = "max by (xid)"
+        return [
+            {"expr": f"{by} (gpu_xid_last_timestamp_seconds)", "eval_time": f"{seconds}s", "exp_samples": last},
+            {"expr": f"{by} (gpu_xid_errors_total)", "eval_time": f"{seconds}s", "exp_samples": count},
+        ]
+
+    fatal = "sum by (xid, severity) (gpu_xid_info)"
+    exprs = [
+        *at(285),
+        *at(300, ("48", 300, 1)),
+        *at(375, ("48", 300, 1)),
+        *at(600, ("48", 300, 1), ("79", 600, 1)),
+        *at(1500, ("48", 1200, 2), ("79", 600, 1)),
+        {
+            "expr": fatal,
+            "eval_time": "1500s",
+            "exp_samples": [
+                {"labels": f'{{severity="{xids()[code].severity}", xid="{code}"}}', "value": 1} for code in (48, 79)
+            ],
+        },
+    ]
+    judge(tmp_path, series, exprs=exprs)
+
+
+def test_a_lost_gpu_is_absent_from_its_exporter_and_a_lost_exporter_loses_no_gpu(tmp_path: Path) -> None:
+    series = [
+        gpu("DCGM_FI_DEV_GPU_TEMP", "50x20 stale _x19 50x10 stale _x40"),
+        gpu("DCGM_FI_DEV_GPU_TEMP", "50x50 stale _x40", gpu="1", UUID=B),
+    ]
+    of_a, of_b = (f'max(gpu_present{{uuid="{uuid}"}})' for uuid in (A, B))
+    exprs = [
+        holds(of_a, 1, 300),
+        *(holds(of_a, 0, at) for at in (315, 600)),
+        holds(of_b, 1, 600),
+        holds(of_a, 1, 615),
+        holds(of_b, 0, 765),
+        *(holds(query, None, at) for query in (of_a, of_b) for at in (780, 1200)),
+    ]
+    judge(tmp_path, series, exprs=exprs)
+
+
+def test_a_counter_of_a_mean_is_its_sum_over_time_and_begins_again_after_a_gap(tmp_path: Path) -> None:
+    series = [
+        gpu("DCGM_FI_DEV_GPU_TEMP", "50x120"),
+        gpu("DCGM_FI_PROF_PIPE_TENSOR_ACTIVE", "0.5x20 0.25x20 stale _x20 0.75x50"),
+        gpu("DCGM_FI_PROF_PCIE_TX_BYTES", "1e9x120"),
+    ]
+    tensor, profiled = "max(gpu_tensor_active_seconds_total)", "max(gpu_profiled_seconds_total)"
+    exprs = [
+        holds(tensor, 0, 0),
+        holds(tensor, 150, 300),
+        holds(tensor, 150 + 75, 600),
+        holds(profiled, 600, 600),
+        holds(tensor, None, 630),
+        holds(tensor, 0, 945),
+        holds(tensor, 0.75 * 15, 960),
+        holds(profiled, 15, 960),
+        holds("max(gpu_pcie_transmit_bytes_total)", 600e9, 600),
+    ]
+    judge(tmp_path, series, exprs=exprs)
+
+
+def test_instances_of_a_partitioned_gpu_have_their_own_series(tmp_path: Path) -> None:
+    mig = {"GPU_I_PROFILE": "1g.10gb"}
+    series = [
+        series
+        for instance, used in (("1", 3), ("2", 5))
+        for series in (
+            gpu("DCGM_FI_DEV_GPU_TEMP", "50x20", GPU_I_ID=instance, **mig),
+            gpu("DCGM_FI_DEV_FB_USED", f"{used}x20", GPU_I_ID=instance, **mig),
+            gpu("DCGM_FI_DEV_FB_FREE", "10x20", GPU_I_ID=instance, **mig),
+            gpu("DCGM_FI_PROF_PIPE_TENSOR_ACTIVE", f"0.{used}x20", GPU_I_ID=instance, **mig),
+        )
+    ]
+    exprs = [
+        holds("count(gpu_temperature_celsius)", 1, 300),
+        holds("count(gpu_memory_used_bytes or gpu_memory_total_bytes or gpu_tensor_active_seconds_total)", None, 300),
+        holds('sum(gpu_mig_memory_used_bytes{gpu_instance="2"})', 5 << 20, 300),
+        holds('sum(gpu_mig_memory_total_bytes{gpu_instance="2"})', 15 << 20, 300),
+        holds('sum(gpu_mig_tensor_active_seconds_total{gpu_instance="1"})', 90, 300),
+        holds('sum(gpu_mig_profiled_seconds_total{gpu_instance="1"})', 300, 300),
+    ]
+    judge(tmp_path, series, exprs=exprs)
+
+
+def test_the_owner_of_a_gpu_is_the_pod_that_has_it_and_not_the_exporter_s(tmp_path: Path) -> None:
+    owned = {"exported_pod": "train-0", "exported_namespace": "ml", "exported_container": "main"}
+    series = [
+        gpu("DCGM_FI_DEV_GPU_TEMP", "50x20", **owned),
+        gpu("DCGM_FI_DEV_GPU_TEMP", "50x20", gpu="1", UUID=B),
+        gpu("DCGM_FI_DEV_GPU_TEMP", "50x20", gpu="2", UUID="GPU-c", hpc_job="4242"),
+    ]
+    by = "uuid, host, owner_namespace, owner_pod, owner_container, owner_job, source"
+    expected = [
+        'uuid="GPU-a", owner_namespace="ml", owner_pod="train-0", owner_container="main", source="dcgm"',
+        'uuid="GPU-b", source="unknown"',
+        'uuid="GPU-c", owner_job="4242", source="dcgm"',
+    ]
+    samples = [{"labels": f'{{host="n1", {labels}}}', "value": 1} for labels in expected]
+    judge(
+        tmp_path,
+        series,
+        exprs=[{"expr": f"count by ({by}) (gpu_owner_info)", "eval_time": "5m", "exp_samples": samples}],
+    )
+
+
+def test_memory_without_its_total_is_the_sum_of_its_parts_and_time_at_a_bit_gives_way_to_a_counter(
+    tmp_path: Path,
+) -> None:
+    series = [
+        gpu("DCGM_FI_DEV_GPU_TEMP", "50x20"),
+        gpu("DCGM_FI_DEV_FB_FREE", "10x20"),
+        gpu("DCGM_FI_DEV_FB_USED", "5x20"),
+        gpu("DCGM_FI_DEV_FB_RESERVED", "1x20"),
+        gpu("DCGM_FI_DEV_CLOCKS_EVENT_REASONS", f"{0x20 | 0x4}x20"),
+        gpu("DCGM_FI_DEV_POWER_VIOLATION", "7000000000x20"),
+        gpu("DCGM_FI_DEV_FABRIC_MANAGER_STATUS", "4x20"),
+        gpu("DCGM_FI_DEV_FABRIC_HEALTH_MASK", f"{0b01_10}x20"),
+    ]
+    seconds = "sum by (reason) (gpu_clock_event_seconds_total)"
+    held = [("sw_power_cap", 7), ("sw_thermal_slowdown", 300)]
+    exprs: list[Case] = [
+        holds("sum(gpu_memory_total_bytes)", 16 << 20, 300),
+        holds("sum(gpu_fabric_state_id)", 3, 300),
+        {
+            "expr": seconds,
+            "eval_time": "300s",
+            "exp_samples": [{"labels": f'{{reason="{reason}"}}', "value": value} for reason, value in held],
+        },
+        {
+            "expr": "sum by (fault) (gpu_fabric_fault)",
+            "eval_time": "300s",
+            "exp_samples": [{"labels": '{fault="route_recovery"}', "value": 1}],
+        },
+        {
+            "expr": "sum by (reason) (gpu_clock_event_active)",
+            "eval_time": "300s",
+            "exp_samples": [
+                {"labels": f'{{reason="{reason}"}}', "value": 1} for reason in ("sw_power_cap", "sw_thermal_slowdown")
+            ],
+        },
+    ]
+    judge(tmp_path, series, exprs=exprs)
