@@ -196,6 +196,8 @@ _GROUPS = {  # by the first part of a name that fits
     "gpu_mig": "mig",
     "gpu_memory_": "memory",
     "gpu_pcie": "links",
+    "gpu_c2c": "links",
+    "gpu_sram": "memory",
     "gpu_re": "memory",
     "gpu_row": "memory",
     "gpu_bar1": "memory",

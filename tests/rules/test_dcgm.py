@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,24 +37,27 @@ HERE = '{instance="10.0.0.1:9400",job=""}'  # what the rules record
 Case = Mapping[str, Any]
 
 
+def evaluated(
+    folder: Path, rules: str, series: Sequence[Mapping[str, str]], alerts: Sequence[Case], exprs: Sequence[Case]
+) -> subprocess.CompletedProcess[str]:
+    """Evaluate `rules`, and if there are `alerts` the shipped rules, over series with a sample every 15 s."""
+    files = {"dcgm.yaml": rules} | {path.name: path.read_text(encoding="utf-8") for path in SHIPPED if alerts}
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    order = [group["name"] for text in files.values() for group in yaml.safe_load(text)["groups"]]
+    test = {"interval": f"{INTERVAL}s", "input_series": list(series)}
+    test |= {"alert_rule_test": list(alerts), "promql_expr_test": list(exprs)}
+    content = {"rule_files": list(files), "group_eval_order": order, "evaluation_interval": "15s", "tests": [test]}
+    (folder / "test.json").write_text(json.dumps(content))
+    return rule_test(find().promtool, folder / "test.json", timeout=240)
+
+
 def judge(
     folder: Path, series: Sequence[Mapping[str, str]], *, alerts: Sequence[Case] = (), exprs: Sequence[Case] = ()
 ) -> None:
-    """Evaluate the rules for dcgm-exporter, and with `alerts` the shipped ones, over series of 15 s."""
-    rules = [OPTIONAL, *(SHIPPED if alerts else ())]
-    for path in rules:
-        (folder / path.name).write_text(path.read_text(encoding="utf-8"))
-    test = {"interval": f"{INTERVAL}s", "input_series": list(series)}
-    test |= {"alert_rule_test": list(alerts), "promql_expr_test": list(exprs)}
-    names = [path.name for path in rules]
-    content = {"rule_files": names, "group_eval_order": _groups(rules), "evaluation_interval": "15s", "tests": [test]}
-    (folder / "test.json").write_text(json.dumps(content))
-    done = rule_test(find().promtool, folder / "test.json", timeout=240)
+    """Assert that the file of the chart, with the shipped rules if there are `alerts`, gives what is expected."""
+    done = evaluated(folder, OPTIONAL.read_text(encoding="utf-8"), series, alerts, exprs)
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-def _groups(rules: Sequence[Path]) -> list[str]:
-    return [group["name"] for path in rules for group in yaml.safe_load(path.read_text(encoding="utf-8"))["groups"]]
 
 
 def holds(expr: str, value: float | None = 1, at: float = 0) -> Case:
@@ -124,43 +128,67 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Scrape]]:
 ROUNDED = {"MHz": 0.5e6, "%": 0.005, "MiB": 2**20, "mJ": 0.5e-3, "ns": 0.5e-9}
 
 
-@pytest.mark.parametrize("generation", GENERATIONS)
-def test_the_series_of_expose_dcgm_come_back_as_our_own(
-    node: dict[str, list[Scrape]], generation: str, tmp_path: Path
-) -> None:
+def comparison(node: dict[str, list[Scrape]], generation: str) -> tuple[list[dict[str, str]], list[Case]]:
+    """Return the series of both exporters, flopwatch's under names with own_, and cases that both are the same."""
     series = [*input_series(node[generation], DCGM), *input_series(node["own"], OWN, prefix="own_")]
     end = INTERVAL * (len(node["own"]) - 1)
     cases, compared = [], set()
     rows = {(alias.row, alias.labels): alias for alias in ALIASES if alias.how in ("value", "share", "rate")}
     rows |= {(m.GPU_PROFILED_SECONDS_TOTAL, ()): next(alias for alias in ALIASES if alias.how == "share")}
     for (row, label), alias in rows.items():
-        if alias.id == 449:  # one value for both directions
-            continue
-        matchers = f'gpu!="",{row.labels[-1]}="{label[0]}"' if label else 'gpu!=""'
-        ours, theirs = f"own_{row}{{{matchers}}}", f'{row}{{{matchers},job=""}}'
         count = sum(
             key[0] == row.name and (not label or (row.labels[-1], label[0]) in key[1]) for key in node["own"][-1]
         )
-        if not count:
+        if not count or alias.id == 449:  # one value for both directions
             continue
         compared.add(row.name)
-        tolerance = ROUNDED.get(alias.unit if generation == "4.8" else alias.new_unit, 0) + 1e-6
+        matchers = f'gpu!="",{row.labels[-1]}="{label[0]}"' if label else 'gpu!=""'
+        ours, theirs = f"own_{row}{{{matchers}}}", f'{row}{{{matchers},job=""}}'
         on = f"on ({', '.join(row.labels)})"
         if alias.how == "value":
-            off = f"abs({theirs} - {on} {ours})"
+            tolerance = ROUNDED.get(alias.unit if generation == "4.8" else alias.new_unit, 0) + 1e-6
+            same = f"abs({theirs} - {on} {ours}) <= {tolerance!r}"
         else:  # the beginning of a counter is unknown to the rules
-            off = f"abs(1 - increase({theirs[:-1]}}}[5m]) / {on} increase({ours[:-1]}}}[5m]))"
-            tolerance = 1e-6
-        same = f"count({off} <= {tolerance!r})"
-        if alias.how != "value":
-            same = f"count({off} <= {tolerance!r} or increase({theirs}[5m]) == 0 and {on} increase({ours}[5m]) == 0)"
-        cases.append(holds(same, count, end))
-        cases.append(holds(f"count({theirs})", count, end))
+            rises = [f"increase({selector}[5m])" for selector in (theirs, ours)]
+            same = f"abs({rises[0]} - {on} {rises[1]}) <= {on} 1e-6 * {rises[1]}"
+        cases += [holds(f"count({same})", count, end), holds(f"count({theirs})", count, end)]
     assert len(compared) >= 25
     by = "gpu, uuid, host, model, pci_bus_id, driver_version"
     cases.append(holds(f'count(gpu_info{{source="dcgm"}} == on ({by}) own_gpu_info)', 8, end))
     cases.append(holds(f"count(gpu_present{HERE} == on (gpu, uuid) own_gpu_present)", 8, end))
+    return series, cases
+
+
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_the_series_of_expose_dcgm_come_back_as_our_own(
+    node: dict[str, list[Scrape]], generation: str, tmp_path: Path
+) -> None:
+    series, cases = comparison(node, generation)
     judge(tmp_path, series, exprs=cases)
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        (" * 1e6", " * 1e3"),
+        (" / 1e3", ""),
+        (" / 100", ""),
+        (" * 1048576", " * 1000000"),
+        (" / 1e9", " / 1e6"),
+        ("time() - timestamp(", "10 + 0 * timestamp("),
+        ('"uuid", "$1", "UUID"', '"uuid", "$1", "gpu"'),
+        ('"model", "$1", "modelName"', '"model", "$1", "device"'),
+        ("error: uncorrected", "error: fatal"),
+    ],
+)
+def test_a_wrong_factor_or_label_is_found(
+    node: dict[str, list[Scrape]], right: str, wrong: str, tmp_path: Path
+) -> None:
+    series, cases = comparison(node, "4.8")
+    rules = OPTIONAL.read_text(encoding="utf-8")
+    assert right in rules
+    done = evaluated(tmp_path, rules.replace(right, wrong), series, (), cases)
+    assert (done.returncode, "FAILED" in done.stderr) == (1, True), done.stderr
 
 
 # The capture of a dcgm-exporter, with a fault on each GPU from 1 on.

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from flopwatch.catalogue import BY_NAME, Sample
+from flopwatch.catalogue import Sample
 
 Labels = frozenset[tuple[str, str]]
 Scrape = Mapping[tuple[str, Labels], float]
@@ -52,8 +52,3 @@ def input_series(scrapes: Sequence[Scrape], target: Mapping[str, str], prefix: s
         given = {f"exported_{key}" if key in target else key: value for key, value in labels} | dict(target)
         written = ",".join(f'{key}="{value}"' for key, value in sorted(given.items()))
         yield {"series": f"{prefix}{name}{{{written}}}", "values": " ".join(words)}
-
-
-def is_of_a_gpu(name: str) -> bool:
-    """Return whether a name is a row of GPUs or NVLink."""
-    return name in BY_NAME and BY_NAME[name].domain in ("gpu", "nvlink")
