@@ -15,10 +15,13 @@ import pytest
 import yaml
 
 import dashboards
-from alerts import AlertSettings
+from alerts import AlertSettings, rules
+from alerts.alerting import gpu as gpu_alerts
+from alerts.alerting import nvlink, xid
 from alerts.dcgm import FIELDS, RECORDS, UNITS, dcgm_rules
 from dashboards.__main__ import BOARDS
 from demo.servers import find
+from docs import dcgm_series
 from flopwatch import catalogue as m
 from flopwatch.catalogue.xid import xids
 from flopwatch.node.scrape.compat import ALIASES, Compatibility
@@ -26,6 +29,7 @@ from simulator.promtool import rule_test
 from tests.support import ROOT, TESTS
 from tests.support.dcgm_series import DCGM, OWN, Scrape, input_series, own, parsed
 from tests.support.promql_parts import parts
+from tests.support.rule_files import possible
 from tests.support.simulated_host import Node
 
 OPTIONAL = ROOT / "helm" / "files" / "optional" / "dcgm.yaml"
@@ -98,6 +102,33 @@ def labels_in(expr: Any) -> set[str]:
 def test_a_group_has_no_more_rules_than_a_ruler_of_mimir_accepts() -> None:
     groups: Any = dcgm_rules(AlertSettings())["groups"]
     assert max(len(group["rules"]) for group in groups) <= 35
+
+
+def test_the_docs_list_a_source_or_a_reason_for_each_series_of_gpus() -> None:
+    with_source = {text.strip("`").partition("{")[0] for text, *_ in dcgm_series.fed()}
+    without = {text.strip("`") for text, _ in dcgm_series.absent()}
+    assert with_source | without == {row.name for row in dcgm_series.of_gpus()}
+    assert without == set(dcgm_series.ABSENT)
+    page = (ROOT / "docs" / "dcgm.md").read_text(encoding="utf-8")
+    advised = re.findall(r"`(DCGM_\w+)`", page.partition("**Off by default.**")[2].partition("- **Means.**")[0])
+    assert len(advised) >= 6
+    assert set(advised) <= {name for record in RECORDS for name in record.fields} - dcgm_series.defaults()
+
+
+def test_the_docs_list_the_alerts_on_gpus_that_cannot_fire() -> None:
+    there, alerting = {record.row.name for record in RECORDS}, set[str]()
+    shipped: Any = [rule for group in rules(AlertSettings())["groups"] for rule in group["rules"]]
+    before = -1
+    while before < len(there) + len(alerting):
+        before = len(there) + len(alerting)
+        for rule in shipped:
+            if possible(promql_parser.parse(rule["expr"]), there, alerting):
+                (there if "record" in rule else alerting).add(rule.get("record") or rule["alert"])
+    never = {alert.name for module in (gpu_alerts, nvlink, xid) for alert in module.ALERTS} - alerting
+    page = (ROOT / "docs" / "dcgm.md").read_text(encoding="utf-8")
+    listed = page.partition("that cannot fire: ")[2].partition(". Alerts on")[0]
+    assert set(re.findall(r"[A-Z]\w+", listed)) == never
+    assert {fault.alert for fault in FAULTS} <= alerting
 
 
 # The simulated node: --expose dcgm and back.
