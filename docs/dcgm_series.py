@@ -14,7 +14,7 @@ MAX_FIELDS = 4  # in a cell
 
 _NO_FIELD = "DCGM has no such field."
 _NOT_LISTED = "DCGM has fields of it, but no rule maps them."
-_SWITCH = "dcgm-exporter serves switches without the PCI address by which flopwatch names them."
+_SWITCH = "dcgm-exporter does not report the PCI address of a switch, which names it in flopwatch."
 _PROCESSES = "Needs the processes of the host."
 _KERNEL = "Needs the kernel log."
 ABSENT: Mapping[str, str] = {
