@@ -12,6 +12,7 @@ limited to these GPUs. A recorded series has no label `job`, so `{job=""}` selec
 from __future__ import annotations
 
 import csv
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,7 @@ from flopwatch.catalogue import Metric
 from flopwatch.catalogue.xid import xids
 from flopwatch.node.collectors.nvml.fields import CLOCK_EVENTS, FABRIC_FAULTS
 from flopwatch.node.scrape.compat import ALIASES
+from flopwatch.node.scrape.levels import CORE
 
 # From a unit of DCGM to the base unit.
 UNITS: Mapping[str, str] = {
@@ -44,6 +46,8 @@ XIDS = ("DCGM_FI_DEV_XID_ERRORS", "DCGM_FI_DEV_XID_ERROR")
 REASONS = "DCGM_FI_DEV_CLOCKS_EVENT_REASONS"
 FABRIC, FABRIC_MASK = "DCGM_FI_DEV_FABRIC_MANAGER_STATUS", "DCGM_FI_DEV_FABRIC_HEALTH_MASK"
 LINK_STATES = ("DCGM_FI_DEV_NVLINK_GET_STATE", "DCGM_FI_DEV_NVLINK_LINK_STATUS")
+READ = frozenset(json.loads(CORE.read_text(encoding="utf-8")))  # by shipped rules, boards or reports
+EVERY: Mapping[str, float] = {"rest": 4}  # scrape intervals between two evaluations of a group, if not 1
 COUNTED_REASONS = (
     "sw_power_cap",
     "sync_boost",
@@ -111,9 +115,9 @@ def _labelled(values: str, **sources: str) -> str:
     return values
 
 
-def _per(part: str, values: str) -> str:
+def _per(part: str, values: str, uuid: str = "UUID") -> str:
     """Return `values` with the labels of a part (PARTS) only, for GPUs that no exporter of flopwatch serves."""
-    sources = {"uuid": "UUID"}
+    sources = {"uuid": uuid}
     if part == "mig":
         sources["gpu_instance"] = "GPU_I_ID"
     elif part == "link":
@@ -210,6 +214,8 @@ _GROUPS = {  # by the first part of a name that fits
 
 
 def _group(row: Metric) -> str:
+    if row.name not in READ:
+        return "rest"
     return next((group for prefix, group in _GROUPS.items() if row.name.startswith(prefix)), "clocks")
 
 
@@ -302,19 +308,24 @@ def _states() -> Iterator[DcgmRecord]:
     for shift, (fault, faulty) in FABRIC_FAULTS.items():
         expr = f"0 * ({_per('gpu', f'floor({FABRIC_MASK} / {1 << shift}) % 4 == {faulty}')}) + 1"
         yield DcgmRecord("links", m.GPU_FABRIC_FAULT, expr, (FABRIC_MASK,), {"fault": fault})
-    states = _per("link", " or ".join(LINK_STATES))
-    before = _per("link", " or ".join(f"{name} offset <1m>" for name in LINK_STATES))
+    yield from _links()
+
+
+def _links() -> Iterator[DcgmRecord]:
+    """Yield the rules of the states of NVLinks. A GPU has many links, so labels are replaced after a selection."""
+    now, before = (" or ".join(f"{name}{when}" for name in LINK_STATES) for when in ("", " offset <1m>"))
     own = f'{m.NVLINK_LINK_STATE_ID}{{job=""}}'
     # A link that was up a minute ago, or that was recorded before.
-    seen = f"(\n{indent(before, '  ')}\n) > 0 < 3\n  or on ({PARTS['link']})\n{own}"
-    expr = f"(\n{indent(states, '  ')}\n)\n  and on ({PARTS['link']})\n(\n{indent(f'({states}) != 1 != 2', '  ')}\n"
-    expr += f"    or on ({PARTS['link']})\n  {own}\n)\n  and on ({PARTS['link']})\n(\n{indent(seen, '  ')}\n)"
+    down = f"({now}) != 1 != 2 and on (instance, gpu_uuid, nvlink) ({before}) > 0 < 3"
+    known = f"({now}) and on (instance, gpu, nvlink) {_labelled(own, nvlink='link')}"
+    expr = _first([_per("link", down), _per("link", known)], "link")
     yield DcgmRecord("nvlink", m.NVLINK_LINK_STATE_ID, expr, LINK_STATES)
     for name, state in (("inactive", 0), ("active", 1), ("sleep", 2), ("disabled", 3)):
-        count = f"count by (instance, gpu, uuid) (({states}) == {state})"
+        by = "instance, gpu, gpu_uuid"
+        count = f"count by ({by}) (({now}) == {state})"
         if name in ("active", "inactive"):
-            count = f"{count}\n  or on (instance, gpu, uuid)\n0 * group by (instance, gpu, uuid) ({states})"
-        yield DcgmRecord("nvlink", m.NVLINK_LINKS, count, LINK_STATES, {"state": name})
+            count = f"{count} or on ({by}) 0 * count by ({by}) ({now})"
+        yield DcgmRecord("nvlink", m.NVLINK_LINKS, _per("gpu", count, "gpu_uuid"), LINK_STATES, {"state": name})
 
 
 def _xids() -> Iterator[DcgmRecord]:
@@ -350,12 +361,12 @@ GROUPS = tuple(dict.fromkeys(record.group for record in RECORDS))
 
 
 def dcgm_rules(settings: AlertSettings) -> dict[str, object]:
-    """Return the rules in groups that are evaluated at each scrape, as a rule file or the spec of a PrometheusRule."""
+    """Return the rules in groups, as a rule file or the spec of a PrometheusRule."""
     return {
         "groups": [
             {
                 "name": f"flopwatch-dcgm-{group}",
-                "interval": settings.at_pace(settings.scrape_interval),
+                "interval": settings.at_pace(EVERY.get(group, 1) * settings.scrape_interval),
                 "rules": [record.rule(settings) for record in RECORDS if record.group == group],
             }
             for group in GROUPS

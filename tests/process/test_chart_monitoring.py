@@ -545,7 +545,7 @@ def test_notes_explain_when_rules_for_dcgm_exporter_have_no_effect() -> None:
         return files_of({"rules": values})["NOTES.txt"]
 
     assert "GPUs that only a dcgm-exporter serves have our series too" in printed(dcgm=True)
-    assert "rules.dcgm has no effect, because rules.kind is none" in printed(dcgm=True, kind="none")
+    assert "rules.dcgm has no effect with rules.kind=none" in printed(dcgm=True, kind="none")
     assert "rules.dcgm has no effect, because rules.tiers lacks host" in printed(dcgm=True, tiers=["run"])
     assert "dcgm-exporter" not in printed()
 

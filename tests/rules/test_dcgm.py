@@ -200,6 +200,7 @@ def test_the_series_of_expose_dcgm_come_back_as_our_own(
     judge(tmp_path, series, exprs=cases)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("right", "wrong"),
     [
