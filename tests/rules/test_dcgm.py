@@ -505,6 +505,21 @@ def test_every_panel_that_can_be_fed_has_data(node: dict[str, list[Scrape]], gen
     judge(tmp_path, series, alerts=firing, exprs=cases)
 
 
+def test_the_docs_state_how_many_series_the_rules_record(node: dict[str, list[Scrape]], tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "dcgm.md").read_text(encoding="utf-8")
+    found = re.search(r"record (\d+) series per GPU with dcgm-exporter's default metrics, and (\d+) with all", page)
+    assert found
+    every = further(node["4.8"][:10], "4.8")
+    served = dcgm_series.defaults()
+    usual = [{key: value for key, value in scrape.items() if key[0] in served} for scrape in every]
+    for number, (stated, scrapes) in enumerate(zip(found.groups(), (usual, every), strict=True)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        judge(
+            folder, list(input_series(scrapes, DCGM)), exprs=[holds('count({job="",uuid!=""})', 8 * int(stated), 135)]
+        )
+
+
 # One rule at a time.
 
 A, B = "GPU-a", "GPU-b"
