@@ -480,7 +480,7 @@ def further(scrapes: Sequence[Scrape], generation: str) -> list[Scrape]:
 UNFED = {"gpu: Ranks", "node: Location", "node: Port states", "node: Port traffic", "node: Port errors", "node: Ranks"}
 # Queries of panels for what no GPU of this node has: a fault, an owner, or a value in that range.
 EMPTY = {
-    "gpus: GPUs that need attention": {"C", "F", "G", "H"},
+    "gpus: GPUs that need attention": {"D", "G", "H", "I"},
     "gpus: GPUs by utilisation": {"A", "C"},
     "gpus: GPUs by tensor activity": {"A", "D"},
     "gpus: GPUs by memory in use": {"A", "B", "D"},
