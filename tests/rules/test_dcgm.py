@@ -511,7 +511,7 @@ def test_the_docs_state_how_many_series_the_rules_record(node: dict[str, list[Sc
     assert found
     every = further(node["4.8"][:10], "4.8")
     served = dcgm_series.defaults()
-    usual = [{key: value for key, value in scrape.items() if key[0] in served} for scrape in every]
+    usual: list[Scrape] = [{key: value for key, value in scrape.items() if key[0] in served} for scrape in every]
     for number, (stated, scrapes) in enumerate(zip(found.groups(), (usual, every), strict=True)):
         folder = tmp_path / str(number)
         folder.mkdir()
