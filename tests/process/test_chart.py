@@ -22,7 +22,8 @@ import pytest
 import yaml
 
 import flopwatch
-from alerts import TIERS, AlertSettings, alertmanager_yaml, rules, rules_yaml
+from alerts import TIERS, AlertSettings, alertmanager_yaml, as_yaml, rules, rules_yaml
+from alerts.dcgm import dcgm_rules
 from dashboards.__main__ import BOARDS
 from flopwatch.http import web_config
 from flopwatch.node.collectors.identity.topology import SERVICE_ACCOUNT
@@ -837,6 +838,7 @@ def test_an_operator_before_0_66_gets_rules_without_keep_firing_for() -> None:
     ("name", "content"),
     [
         *((f"files/rules/{tier}.yaml", rules_yaml(AlertSettings(), tier)) for tier in TIERS),
+        ("files/optional/dcgm.yaml", as_yaml(dcgm_rules(AlertSettings()))),
         ("files/alertmanager.yml", alertmanager_yaml(AlertSettings())),
         ("files/routing.yaml", routing()),
         ("README.md", readme()),

@@ -400,7 +400,7 @@ def test_the_blocks_that_can_run_do(page: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["dcgm", "faq", "first-straggler", "threats"])
 def test_every_series_that_is_named_exists(name: str) -> None:
     text = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
-    series = re.compile(r"(?<![\w./:-])(?:gpu|training|run|infiniband|nvlink|flopwatch)_[a-z_]+(?![\w*/-])")
+    series = re.compile(r"(?<![\w./:\"-])(?:gpu|training|run|infiniband|nvlink|flopwatch)_[a-z_]+(?![\w*/-])")
     named = {name for quoted in re.findall(r"`([^`\n]+)`", text) for name in series.findall(quoted)}
     assert named
     assert {one for one in named if one not in BY_NAME and not one.endswith("_")} == set()
