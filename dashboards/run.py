@@ -63,8 +63,9 @@ now = [
     ),
     d.stat(
         "Goodput",
-        "Productive share of the wall clock since the run's first start. Repeated steps are not productive. Expected: "
-        "above 90 %. The panels by bucket below show where the other time went.",
+        "Productive share of the wall clock since the run's first start. Repeated steps are not productive. A step "
+        "that waits for a late rank is productive, and `Lost now` has that loss. Expected: above 90 %. The panels by "
+        "bucket below show where the other time went.",
         d.Query(f"{r.GOODPUT}{{{LEDGER}}}"),
         unit="percentunit",
         thresholds=SHARE,
