@@ -216,7 +216,7 @@ def test_a_killed_reader_process_leaves_no_program_behind(host: Host) -> None:
         (pid,) = sleeping()
         assert reader._child is not None
         reader._child.process.kill()
-        until(lambda: not alive(pid))
+        until(lambda: not alive(pid), 20)  # by itself it ends after a minute
     finally:
         reader.close()
 

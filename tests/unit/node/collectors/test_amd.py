@@ -148,7 +148,9 @@ def test_the_uuid_is_the_one_that_pytorch_has() -> None:
         "inforom_version": "",
         "source": "amd-smi",
     }
-    assert set(identity(captured("r9700_static")[0], "h0")) == set(m.GPU_INFO.labels)
+    card = identity(captured("r9700_static")[0] | {"numa": {"node": -1}}, "h0")
+    assert set(card) == set(m.GPU_INFO.labels)
+    assert (card["numa_node"], card["module_id"], card["vbios_version"]) == ("", "", "00153000")
 
 
 @pytest.mark.parametrize("serial", ["N/A", "0x0", "", None, "0xXXXXXXXXXXXXXX", "0x12345678901234567"])

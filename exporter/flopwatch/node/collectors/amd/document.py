@@ -98,7 +98,7 @@ def number(value: Any) -> float | None:
 def text(entry: Entry, *paths: str) -> str:
     """Return the first text or number at one of the paths that is available, else an empty text."""
     found = (str(value) for path in paths if isinstance(value := look(entry, path), (str, int)))
-    return next((value for value in found if value not in ("", "N/A")), "")
+    return next((value for value in found if value not in ("", "N/A", "-1")), "")
 
 
 def identity(entry: Entry, host: str) -> dict[str, str]:
