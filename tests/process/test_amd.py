@@ -164,6 +164,8 @@ def test_a_failing_program_loses_the_gpus_after_a_minute(host: Host, output: str
     host.now += 46
     with pytest.raises(AccessLost, match=r"amd-smi|no JSON|Expecting") as lost:
         host.collector.read()
+    assert host.collector._thread is not None
+    host.collector._thread.join(30)
     unreadable = [(row, labels, number) for row, labels, number in lost.value.samples if row is not m.GPU_INFO]
     assert unreadable == [(m.GPU_READABLE, (str(gpu), uuid), 0) for gpu, uuid in enumerate(UUIDS)]
     host.print("metric", (CAPTURES / "mi300x_metric.json").read_text())
@@ -212,25 +214,15 @@ def test_a_killed_reader_process_leaves_no_program_behind(host: Host) -> None:
     reader = Reader("amd", Spec("flopwatch.node.collectors.amd:build", arguments), driver=True)
     try:
         reader.ask(0.1)
-        until(sleeping)
-        (pid,) = sleeping()
         assert reader._child is not None
-        reader._child.process.kill()
+        process = reader._child.process
+        threads = Path(f"/proc/{process.pid}/task")  # type: ignore[union-attr]
+        until(lambda: host.file("calls").exists())
+        (pid,) = (int(one) for file in threads.glob("*/children") for one in file.read_text().split())
+        process.kill()
         until(lambda: not alive(pid), 20)  # by itself it ends after a minute
     finally:
         reader.close()
-
-
-def sleeping() -> list[int]:
-    """Return the pids of the fake programs that hang."""
-    return [int(path.name) for path in Path("/proc").glob("[0-9]*") if words(path).startswith("sleep\x0061.7")]
-
-
-def words(process: Path) -> str:
-    try:
-        return (process / "cmdline").read_text()
-    except OSError:
-        return ""
 
 
 def test_a_reader_process_serves_the_gpus(host: Host) -> None:
