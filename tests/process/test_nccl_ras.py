@@ -92,6 +92,15 @@ def zeroed(found: Report) -> None:
     found["communicators"] += report("zeroed_comms_init_race")["communicators"]
 
 
+def of_rccl(found: Report) -> Report:
+    """Return a report as RCCL writes it: with notes about fields, and RCCL's version in place of NCCL's."""
+    notes = {"field_notes": {"cuda_dev": "HIP device index"}}
+    for one in found["communicators"]:
+        one |= notes
+        one["ranks"] = [member | notes for member in one["ranks"]]
+    return found | notes | {"nccl_version": "2.29.7"}
+
+
 def huge(found: Report) -> None:
     found["communicators"][2]["size"] = 10**15
 
@@ -109,6 +118,7 @@ NAMED: dict[str, tuple[Report, str, tuple[str, str, str]]] = {
     "dead peer": (report("rank_dead"), "tp", ("5", "tp", "4-7")),
     "unresponsive peer": (report("rank_unresponsive"), "tp", ("5", "tp", "4-7")),
     "captured": (report("counts_differ"), "tp", ("5", "tp", "4-7")),
+    "RCCL": (of_rccl(report("counts_differ")), "tp", ("5", "tp", "4-7")),
 }
 UNNAMED: dict[str, tuple[Report | bytes, str]] = {
     "healthy": (report(OK), "answered"),
@@ -130,6 +140,7 @@ UNNAMED: dict[str, tuple[Report | bytes, str]] = {
     "hostile nesting": (b'{"communicators":' + b"[" * 1_000_000, "malformed"),
     "hostile memory": (b"[" + b"{}," * 5_000_000, "malformed"),
     "hostile length": (TEXT + b" " * (17 << 20), "malformed"),
+    "old RCCL": (of_rccl(missing(5, 4)) | {"nccl_version": "2.28.9"}, "old"),
     "old by its report": (changed(lambda found: found.update(nccl_version="2.29.1")), "old"),
 }
 

@@ -67,6 +67,14 @@ def test_every_name_of_the_reference_answers_its_row_or_refuses(row: dict[str, s
         ("NVIDIA A2", "bf16", 18),
         ("NVIDIA GeForce RTX 5080", "fp8", 225.1),
         ("Quadro RTX 6000", "fp16", 130.5),
+        ("AMD Instinct MI250X", "bf16", 191.5),
+        ("AMD Instinct MI250", "int8", 181),
+        ("AMD Instinct MI300A", "fp16", 980.6),
+        ("AMD Instinct MI300X", "tf32", 653.7),
+        ("AMD Instinct MI300X VF", "bf16", 1307.4),
+        ("AMD Instinct MI325X", "fp8", 2614.9),
+        ("AMD Instinct MI350X", "bf16", 2306.9),
+        ("AMD Instinct MI355X", "fp4", 10066.3),
     ],
 )
 def test_a_known_card_has_its_dense_peak(name: str, dtype: str, tflops: float) -> None:
@@ -84,7 +92,7 @@ def test_a_peak_that_is_passed_is_labelled_as_an_override(source: str | None, la
     assert (run._info.peak, run._info.peak_source) == (7e14, label)
 
 
-# SMs x FLOP per clock and SM x boost clock of the data sheet.
+# SMs or compute units x FLOP per clock and SM x boost clock of the data sheet.
 @pytest.mark.parametrize(
     ("name", "sms", "flops_per_clock", "gigahertz"),
     [
@@ -96,6 +104,14 @@ def test_a_peak_that_is_passed_is_labelled_as_an_override(source: str | None, la
         ("NVIDIA GeForce RTX 3090 Ti", 84, 512, 1.86),
         ("NVIDIA GeForce RTX 3080", 68, 512, 1.71),
         ("NVIDIA RTX 5000 Ada Generation", 100, 1024, 2.55),
+        ("AMD Instinct MI210", 104, 1024, 1.7),
+        ("AMD Instinct MI250", 104, 1024, 1.7),
+        ("AMD Instinct MI250X", 110, 1024, 1.7),
+        ("AMD Instinct MI300A", 228, 2048, 2.1),
+        ("AMD Instinct MI300X", 304, 2048, 2.1),
+        ("AMD Instinct MI325X", 304, 2048, 2.1),
+        ("AMD Instinct MI350X", 256, 4096, 2.2),
+        ("AMD Instinct MI355X", 256, 4096, 2.4),
     ],
 )
 def test_peaks_agree_with_the_silicon(name: str, sms: int, flops_per_clock: int, gigahertz: float) -> None:
@@ -175,6 +191,24 @@ PARTS = {
         ("NVIDIA H200 ", "bf16", "'NVIDIA H200 ' is not in the table of peaks; give the name as nvidia-smi prints it"),
         ("", "bf16", "'' is not in the table of peaks; give the name as nvidia-smi prints it"),
         ("Tesla V100-SXM2-16GB", "bf16", "'Tesla V100-SXM2-16GB' has no bf16 peak in the table"),
+        (
+            "AMD Instinct MI250X/MI250",
+            "bf16",
+            "'AMD Instinct MI250X/MI250' is ambiguous: the name does not tell MI250X from MI250, 191.5 and 181 TFLOP/s "
+            "in bf16",
+        ),
+        (
+            "AMD Instinct MI308X",
+            "bf16",
+            "'AMD Instinct MI308X' is ambiguous: AMD prints no peak, and tables of others have 115 to 612 TFLOP/s in "
+            "bf16",
+        ),
+        ("AMD Instinct MI355X", "tf32", "'AMD Instinct MI355X' has no tf32 peak in the table"),
+        (
+            "AMD Radeon Graphics",
+            "bf16",
+            "'AMD Radeon Graphics' is not in the table of peaks; give the name as PyTorch prints it",
+        ),
         ("NVIDIA A100-SXM4-80GB", "fp8", "'NVIDIA A100-SXM4-80GB' has no fp8 peak in the table"),
         (
             "NVIDIA H100 80GB HBM3",

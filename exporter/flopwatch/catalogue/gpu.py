@@ -4,7 +4,7 @@ from flopwatch.catalogue.row import GPU, counter, gauge, info, sparse
 
 # fmt: off
 # Identity and state.
-GPU_INFO = info("gpu_info", "Identity of one GPU. source is nvml, or simulated for a GPU of a simulated host.", (*GPU,
+GPU_INFO = info("gpu_info", "Identity of one GPU. source is nvml, amd-smi, or simulated on a simulated host.", (*GPU,
     "host", "model", "pci_bus_id", "serial", "board_part_number", "module_id", "numa_node", "driver_version",
     "vbios_version", "inforom_version", "source"),
     "nvmlDeviceGetName, GetUUID, GetPciInfo_v3, GetSerial, GetBoardPartNumber, GetModuleId, GetVbiosVersion, "

@@ -121,7 +121,12 @@ def add(commands: Commands) -> None:
     """Register the command and its flags."""
     parser = command(commands, "peak", run, "print the dense peak FLOP/s of a card, or measure what one reaches")
     add = parser.add_argument
-    add("name", nargs="?", metavar="NAME", help="exact NVML name, as nvidia-smi -L prints it (default: the card here)")
+    add(
+        "name",
+        nargs="?",
+        metavar="NAME",
+        help="exact name, as nvidia-smi -L or PyTorch prints it (default: the card here)",
+    )
     # No choices: an unknown dtype is refused like an unknown card, with the reason and status 1.
     add("--dtype", default="bf16", help="of the matrix multiplications: fp16, bf16 (default), tf32, fp8, fp4 or int8")
     add("--json", action="store_true", help="print JSON")

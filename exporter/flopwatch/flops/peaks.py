@@ -1,4 +1,4 @@
-"""Dense peak FLOP/s of a card, by its exact NVML name and matmul dtype: the denominator of MFU.
+"""Dense peak FLOP/s of a card, by its exact name in NVML or ROCm and matmul dtype: the denominator of MFU.
 
 The table is `flopwatch/data/peak_flops.csv`, in TFLOP/s (int8: TOP/s). Its column `basis` has each row's source. Peaks
 that data sheets print "with sparsity" are halved. Names are compared whole, because "H20" is in "NVIDIA H200". No peak
@@ -47,7 +47,8 @@ def peak(nvml_name: str, dtype: str) -> Peak:
         raise UnknownPeak(f"{nvml_name!r} is a virtual GPU, a share of a card")
     row = _table().get(nvml_name)
     if row is None:
-        raise UnknownPeak(f"{nvml_name!r} is not in the table of peaks; give the name as nvidia-smi prints it")
+        printer = "PyTorch" if nvml_name.startswith("AMD ") else "nvidia-smi"
+        raise UnknownPeak(f"{nvml_name!r} is not in the table of peaks; give the name as {printer} prints it")
     if not any(row[column] for column in DTYPES):
         raise UnknownPeak(f"{nvml_name!r} is ambiguous: {row['basis']}")
     if not row[dtype]:

@@ -34,6 +34,7 @@ from flopwatch.node.scrape.reader import (
     Reading,
     SourcesFactory,
     Spec,
+    amd_smi,
     gpu_inventory,
     hardware,
     host_sources,
@@ -59,7 +60,7 @@ REASONS = PERMISSION, OLD, CARD, DCGM, KERNEL_LOG, FILE, REFUSED, MIG, QUIET = (
     "no event so far, or not in use here",
 )
 
-HARDWARE = ("nvml", "dcgm", "infiniband")
+HARDWARE = ("nvml", "dcgm", "amd", "infiniband")
 LINK_COUNT = "field 91"
 CAP_SYSLOG = 34  # linux/capability.h
 
@@ -177,6 +178,9 @@ def _readings(settings: ExporterSettings, sources: HostSources, notes: Path, rep
         report.sources.append(SourceReport(name, state, reason, reading.duration, len(reading.samples), lines))
     if "dcgm" not in readers:
         report.sources.append(SourceReport("dcgm", "off", "--dcgm reads a DCGM host engine"))
+    if amd_smi(sources.sysfs) == "":
+        why = "AMD GPUs need amd-smi in PATH or /opt/rocm/bin (docs/amd.md)"
+        report.sources.append(SourceReport("amd", "absent", why))
     report.sources += [SourceReport(*line) for line in wait_sources.lines(settings, sources.proc)]
     report.sources.append(_ras(settings))
     return readings

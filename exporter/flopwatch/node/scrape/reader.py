@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -414,6 +415,15 @@ def host_sources(settings: ExporterSettings) -> HostSources:
     return HostSources(_state(settings), settings.sysfs.absolute(), kmsg, str(settings.kubelet_socket))
 
 
+def amd_smi(sysfs: Path) -> str | None:
+    """Return the path of amd-smi on a host with AMD GPUs, "" if it is missing there, None elsewhere."""
+    try:  # a CPU has the number 0
+        numbers = [int(file.read_text()) for file in sysfs.glob("class/kfd/kfd/topology/nodes/*/gpu_id")]
+    except (OSError, ValueError):
+        return None
+    return (shutil.which("amd-smi") or shutil.which("amd-smi", path="/opt/rocm/bin") or "") if any(numbers) else None
+
+
 def hardware(settings: ExporterSettings, sources: HostSources) -> list[Reader]:
     """Return one reader per source of hardware. The first, `nvml`, finds the GPUs that the others refer to."""
     state, sysfs = str(sources.state), str(sources.sysfs)
@@ -438,4 +448,6 @@ def hardware(settings: ExporterSettings, sources: HostSources) -> list[Reader]:
         ids = ",".join(map(str, sorted(dcgm_fields(settings.dcgm_fields))))
         dcgm = reader("dcgm", driver=True, secondary=True, address=settings.dcgm, gpus=gpus, profiling=ids)
         readers.insert(1, dcgm)
+    if program := amd_smi(sources.sysfs):
+        readers.append(reader("amd", driver=True, program=program, host=host, inventory=f"{state}/amd_gpus.json"))
     return readers

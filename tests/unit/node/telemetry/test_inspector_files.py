@@ -6,6 +6,7 @@ import json
 import os
 from collections import Counter
 from pathlib import Path
+from uuid import UUID
 
 import pytest
 
@@ -13,7 +14,7 @@ from flopwatch.node.telemetry import inspector_files
 from flopwatch.node.telemetry.inspector_files import TAIL, Files
 from flopwatch.node.telemetry.inspector_formats import TimedBatch
 from flopwatch.verdicts.waits import Communicator
-from tests.support.nccl_inspector import Operation, json_lines, means, uuid
+from tests.support.nccl_inspector import CAPTURES, Operation, json_lines, means, uuid
 
 GROUP = Communicator("tp", (0, 1))
 PID = "pid:41000"
@@ -202,6 +203,22 @@ def test_a_textfile_is_read_once_when_it_is_complete(
     (batch,) = folder.read(uuid(1))
     assert (batch.process, batch.at, [*batch.sums.values()]) == (uuid(1), 1002.0, [[2.0, 1]])
     assert folder.counts["malformed"] == 2
+
+
+def test_a_textfile_of_rccl_is_found_by_the_uuid_that_pytorch_has(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # HIP's UUID is the serial number in ASCII, and both print its 16 bytes in hexadecimal.
+    name = str(UUID(bytes=b"9f444a2fb30adeb0"))
+    assert name == "39663434-3461-3266-6233-306164656230"
+    file = folder.path / f"nccl_inspector_metrics_{name}.prom"
+    file.write_bytes((CAPTURES / "rccl_inspector.prom").read_bytes())
+    os.utime(file, (1000.0, 1000.0))
+    monkeypatch.setattr("time.time", lambda: 1002.0)
+    (batch,) = folder.read(name)
+    assert (batch.process, batch.at) == (name, 1000.0)
+    assert sorted(total[0] for total in batch.sums.values()) == pytest.approx([310e-6, 412e-6])
+    assert folder.counts["malformed"] == 0
 
 
 def test_a_missing_folder_is_a_problem_and_no_error(tmp_path: Path) -> None:

@@ -83,6 +83,27 @@ def test_a_textfile_of_2_30_has_means_and_no_rank() -> None:
     ]
 
 
+def test_lines_of_rccl_are_those_of_nccl() -> None:
+    group, place = "0x9c1f2ab07d3e5511", "0x77aa01"
+    assert [rounded(line) for line in lines("rccl_inspector.jsonl")] == [
+        TimedOperation(Member(group, TENSOR, 0, 8), COLLECTIVE, -1, 0.00031, AT),
+        TimedOperation(Member(group, TENSOR, 1, 8), COLLECTIVE, -1, 0.000305, AT),
+        TimedOperation(Member("0x51d0", "", 0, 8), COLLECTIVE, -1, 0.00054, AT),
+        TimedOperation(Member(place, "", 1, 2), RECEIVE, 0, 0.000412, AT),
+    ]
+
+
+def test_a_textfile_of_rccl_has_the_means_of_nccl_2_30() -> None:
+    text = [line.decode() for line in lines("rccl_inspector.prom") if not line.startswith(b"#")]
+    found = [of_textfile(line, AT) for line in text]
+    assert [one and (one.kind, one.member, round(one.seconds, 9)) for one in found] == [
+        None,
+        (MEAN, Member("", TENSOR, -1, 8), 0.00031),
+        None,
+        (OTHER, Member("", TENSOR, -1, 8), 0.000412),
+    ]
+
+
 @pytest.mark.parametrize("function", ["Broadcast", "AllGatherV", "Reduce", "Gather", ""])
 def test_an_operation_in_which_the_last_rank_need_not_wait_least_is_of_another_kind(function: str) -> None:
     line = lines("inspector_2.28.3_coll.jsonl")[0].replace(b"AllReduce", function.encode())
