@@ -48,11 +48,14 @@ COUNTERS = {file: row for row in all_metrics() if isinstance(row, PortCounter) f
 
 
 class Port:
-    """The open sysfs files of a port, and the history of its link. An unchanged sample stays the same object."""
+    """The open sysfs files of a port, and the history of its link. An unchanged sample stays the same object.
 
-    def __init__(self, sysfs: str, device: str, port: str, pread: Pread = os.pread) -> None:
+    `complete`: read also the counters that flopwatch's own families leave out, see `PortCounter.quiet` and `roce`.
+    """
+
+    def __init__(self, sysfs: str, device: str, port: str, pread: Pread = os.pread, complete: bool = False) -> None:
         self.labels = (device, port)
-        self._pread = pread
+        self._pread, self._complete = pread, complete
         self.link = Link()
         self.expected: float | None = None  # Gb/s
         self.place: pci.PciPlace | None = None
@@ -182,11 +185,15 @@ class Port:
 
     def _counter(self, path: str, row: PortCounter, labels: tuple[str, ...]) -> CounterFile:
         name = self._known_as(path)
-        result = CounterFile(path, row, labels, name)
+        result = CounterFile(path, row, labels, name, row.quiet and not self._complete, self._has(row))
         if path not in self._files and name in self._counts:
             total, last = self._counts[name]
             result.resume(total, last, replaced=self._counts_inode != self._inode)
         return result
+
+    def _has(self, row: PortCounter) -> bool:
+        """Return whether the port's link layer has such events."""
+        return row.roce or self.identity.get("link_layer") != "Ethernet"
 
     def _known_as(self, path: str) -> str:
         """Return a counter file's name in the catalogue: its path below the port, or `device/` and the rest."""
@@ -200,7 +207,7 @@ class Port:
             self._folders[folder] = signature(folder)
         for name in listed:
             row = COUNTERS.get(f"{known_as}/{name}")
-            if row is not None and (row.roce or self.identity.get("link_layer") != "Ethernet"):
+            if row is not None and (self._complete or self._has(row)):
                 found.setdefault(row.name, []).append(f"{folder}/{name}")
 
     def _sensors(self) -> Iterator[SysfsFile]:
