@@ -122,7 +122,7 @@ rails = [
         "Expected: few, and equal on all rails.",
         d.Query(f"topk({p.LINES}, max by (run, rail) ({r.RAIL_NOTIFICATIONS}{RUN}) > 0)", "{{run}} rail {{rail}}"),
         unit=p.PER_SECOND,
-        width=12,
+        width=8,
         height=6,
         no_data="No congestion notification slowed down a port. InfiniBand has none.",
     ),
@@ -132,7 +132,19 @@ rails = [
         "mean that packets are lost.",
         d.Query(f"topk({p.LINES}, max by (run, rail) ({r.RAIL_RETRANSMISSIONS}{RUN}) > 0)", "{{run}} rail {{rail}}"),
         unit=p.PER_SECOND,
-        width=12,
+        width=8,
+        height=6,
+        no_data="No port retransmits.",
+    ),
+    d.timeseries(
+        "Retransmissions per packet by rail",
+        "Retransmissions of a port of each rail over the packets that it sends, mean over the run's hosts. Expected: "
+        "none that last. Above 0.01 %, look for drops on the leaf switch of this rail.",
+        d.Query(
+            f"topk({p.LINES}, max by (run, rail) ({r.RAIL_RETRANSMISSION_RATIO}{RUN}) > 0)", "{{run}} rail {{rail}}"
+        ),
+        unit="percentunit",
+        width=8,
         height=6,
         no_data="No port retransmits.",
     ),
