@@ -209,6 +209,30 @@ ports = [
         no_data="No packet was broken or dropped in the last five minutes.",
     ),
     d.bargauge(
+        "Pauses",
+        "Share of the last five minutes in which a RoCE port or its switch was paused by priority flow control, of the "
+        f"most paused priority. Shows the {WORST} ports with most. Expected: below 10 %.",
+        worst(f"max by ({PORT}) (rate({m.INFINIBAND_PAUSE_SECONDS_TOTAL}[5m])) > 0"),
+        unit="percentunit",
+        thresholds=[(None, "green"), (0.1, "red")],
+        links=TO_NODE,
+        height=8,
+        no_data="No port was paused, or their drivers are not read (docs/infiniband.md).",
+    ),
+    d.bargauge(
+        "Bit errors before correction",
+        "Bits that forward error correction (FEC) corrected on a RoCE port, over the bits of its link in the last "
+        f"hour. Shows the {WORST} ports with most. Expected: ports of a rail alike, below 2.4e-4, which FEC corrects.",
+        worst(
+            f"max by ({PORT}) (increase({m.INFINIBAND_CORRECTED_BIT_ERRORS_TOTAL}[1h]) / "
+            f"(8 * increase({m.INFINIBAND_RECEIVE_CAPACITY_BYTES_TOTAL}[1h]))) > 0"
+        ),
+        unit="sci",
+        links=TO_NODE,
+        height=8,
+        no_data="No bit error was corrected, or the ports' drivers are not read (docs/infiniband.md).",
+    ),
+    d.bargauge(
         "Hottest adapters and transceivers",
         f"Temperature of the adapter or its transceiver, whichever is hotter, for the {WORST} hottest ports. "
         f"Expected: transceivers below {p.SETTINGS.transceiver_celsius:g} degrees Celsius. This limit is not for "

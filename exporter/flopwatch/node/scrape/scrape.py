@@ -300,7 +300,7 @@ class Scrape:
 
     async def collect(self, timeout: float | None = None) -> list[Sample]:
         """Read all sources and return the samples to serve. `timeout` is the scraper's, in seconds."""
-        return self._served(await self._read_all(timeout))
+        return self._within_budget(await self._read_all(timeout))
 
     async def _read_all(self, timeout: float | None) -> list[Sample]:
         """Read all sources and return the samples of every level.
@@ -354,7 +354,7 @@ class Scrape:
         self._success.set(1, name)
         return result
 
-    def _served(self, samples: list[Sample]) -> list[Sample]:
+    def _within_budget(self, samples: list[Sample]) -> list[Sample]:
         for foreign in self._foreign:
             samples = foreign.own(samples)
         samples = self._level(samples)
@@ -394,7 +394,7 @@ class Scrape:
 
     async def _body(self, timeout: float | None, openmetrics: bool) -> bytes:
         samples = await self._read_all(timeout)
-        body = self._exposition.render(self._served(samples), openmetrics=openmetrics)
+        body = self._exposition.render(self._within_budget(samples), openmetrics=openmetrics)
         for foreign in self._foreign:
             body += self._guarded(foreign.source, partial(foreign.render, samples, openmetrics=openmetrics), "")
         body += self._own.render(self._own_level(self._registry.samples()), openmetrics=openmetrics)

@@ -20,6 +20,7 @@ from flopwatch import catalogue as m
 from flopwatch.catalogue import Metric, PortCounter, Sample, all_metrics
 from flopwatch.node.collectors import signature
 from flopwatch.node.collectors.infiniband import pci
+from flopwatch.node.collectors.infiniband.driver import DriverStatistics
 from flopwatch.node.collectors.infiniband.files import (
     MAX_BYTES,
     CounterFile,
@@ -66,6 +67,7 @@ class Port:
         self._device = f"{sysfs}/class/infiniband/{device}"
         self._folder = f"{self._device}/ports/{port}"
         self._net: list[str] = []
+        self._drivers: list[DriverStatistics] = []  # of the network interfaces, on RoCE
         self._first = False  # the first of its device's ports
         self._files: dict[str, SysfsFile] = {}  # by path; a counter that is opened again keeps its count
         self._open: list[SysfsFile] = []
@@ -103,6 +105,8 @@ class Port:
         numbers = {name: counter(first_line_of(f"{below}/{name}/dev_port")) for name in names(below)}
         mine = [name for name, number in numbers.items() if number in (None, int(port) - 1)]
         self._net = [roce, *(name for name in mine if name != roce)] if roce else mine
+        interfaces = [f"{self._networks}/{name}" for name in self._net if layer == "Ethernet"]
+        self._drivers = [DriverStatistics(interface, self.labels) for interface in interfaces]
         self._first = port == min(names(f"{self._device}/ports"), default=port)
         self.place = pci.place(Path(self._device, "device"))
         self.identity = {
@@ -249,7 +253,9 @@ class Port:
         news = self._watch(now)
         if news or not self._summary:
             self._summary = self._summarize()
-        return samples + self._summary, news
+        # A bond has none of these statistics, its first interface does.
+        driver = next((found for driver in self._drivers if (found := driver.read(now))), [])
+        return samples + self._summary + driver, news
 
     def _hopeless(self, file: SysfsFile, failures: list[tuple[SysfsFile, int | None]]) -> bool:
         """Return whether all files of this kind read so far were refused, so that the rest need not be tried."""
