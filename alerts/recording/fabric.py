@@ -275,23 +275,26 @@ RECORDS: tuple[Record, ...] = (
         "rails",
         HOST_RAIL_RETRANSMISSION_RATIO,
         """
-            instance:infiniband_retransmissions:rate5m
+            (instance:infiniband_retransmissions:rate5m > 0)
               / on (instance, run, rail)
-            (
-              avg by (instance, run, rail) (
-                port:infiniband_rail:info
-                  * on (instance, device, port) group_left ()
-                max by (instance, device, port) (rate(infiniband_transmit_packets_total[<5m>]))
-              ) > 0
+            avg by (instance, run, rail) (
+              port:infiniband_rail:info
+                * on (instance, device, port) group_left ()
+              max by (instance, device, port) (rate(infiniband_transmit_packets_total[<5m>]))
             )
         """,
-        "Retransmissions of the port of this rail on a host per packet sent. After a negative acknowledgement an "
-        "adapter resends several packets, so more packets may be resent. Exact on EFA.",
+        "Retransmissions of the port of this rail on a host per packet sent. Absent if it retransmits nothing. A "
+        "negative acknowledgement may cause several packets to be sent again. On EFA each packet is counted.",
     ),
     Record(
         "rails",
         RAIL_RETRANSMISSION_RATIO,
-        "avg by (run, rail) (instance:infiniband_retransmissions:ratio)",
-        "Retransmissions of a port of this rail per packet sent, mean over the run's hosts.",
+        """
+            sum by (run, rail) (instance:infiniband_retransmissions:ratio)
+              / on (run, rail)
+            count by (run, rail) (instance:infiniband_retransmissions:rate5m)
+        """,
+        "Retransmissions of a port of this rail per packet sent, mean over the run's hosts. Absent if all retransmit "
+        "nothing.",
     ),
 )

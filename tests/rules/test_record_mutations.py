@@ -19,6 +19,7 @@ from alerts.recording.fabric import (
     PORT_RAIL,
     PORT_TRANSMIT,
     PORT_WAIT,
+    RAIL_RETRANSMISSION_RATIO,
 )
 from alerts.tiers import tiers
 from demo.servers import find
@@ -67,7 +68,8 @@ BROKEN = [
     (HOST_RAIL_RETRANSMISSIONS, "+", "or"),
     (HOST_RAIL_RETRANSMISSIONS, "or\n    rate(infiniband_retransmitted_packets_total[5m])", ""),
     (HOST_RAIL_RETRANSMISSION_RATIO, "max by (instance, device, port) (rate(", "((rate("),
-    (HOST_RAIL_RETRANSMISSION_RATIO, ") > 0", ")"),
+    (HOST_RAIL_RETRANSMISSION_RATIO, " > 0", ""),
+    (RAIL_RETRANSMISSION_RATIO, "retransmissions:rate5m)", "retransmissions:ratio)"),
     # A second ledger by mistake.
     (recording.GOODPUT, "min by (tenant, run) (run_open_seconds)", "max by (tenant, run) (run_open_seconds)"),
     (
