@@ -24,7 +24,7 @@ GPU_CAUSES = (
     "NvlinkFabricUnhealthy",
 )
 # Alerts that HostOnFaultyLeaf and RunOnFaultyHost inhibit: of a host, and those of a run that page.
-OF_HOST = "NodeLost|Flopwatch.+|Infiniband.+|RailImbalance|EfaErrors|RoceMisconfigured"
+OF_HOST = "NodeLost|Flopwatch.+|Infiniband.+|RailImbalance|EfaErrors|Roce.+"
 STANDS_STILL = "TrainingDown|TrainingHang|TrainingRestartStorm|TrainingStalled"
 OF_RUN = f"{STANDS_STILL}|TrainingStraggler"
 

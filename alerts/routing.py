@@ -70,7 +70,7 @@ class Inhibition:
 EXPORTER = "FlopwatchExporter.+|FlopwatchCollectorFailing"
 GPU_GONE = "GpuMissing|GpuTooFew|GpuRecoveryNeeded|GpuDriverNotLoaded|NvlinkFabricUnhealthy"
 GPU_ERRORS = "GpuRepairPending|GpuEccUncorrected|GpuXidWarning|GpuPcie.+|NvlinkDown|NvlinkErrors"
-FABRIC = "Infiniband.+|RailImbalance|EfaErrors|RoceMisconfigured"
+FABRIC = "Infiniband.+|RailImbalance|EfaErrors|Roce.+"
 SLOW = "TrainingMfuDrop|TrainingDataStall|GpuIdleAllocated"
 VERDICTS = "TrainingHang|TrainingStraggler"  # of the ledger, evaluated and sent sooner than other alerts
 ACCOUNTING = "TrainingGoodputLow|TrainingCheckpoint.+|TrainingWorkAtRisk"

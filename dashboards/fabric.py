@@ -122,7 +122,7 @@ rails = [
         "Expected: few, and equal on all rails.",
         d.Query(f"topk({p.LINES}, max by (run, rail) ({r.RAIL_NOTIFICATIONS}{RUN}) > 0)", "{{run}} rail {{rail}}"),
         unit=p.PER_SECOND,
-        width=12,
+        width=8,
         height=6,
         no_data="No congestion notification slowed down a port. InfiniBand has none.",
     ),
@@ -132,7 +132,19 @@ rails = [
         "mean that packets are lost.",
         d.Query(f"topk({p.LINES}, max by (run, rail) ({r.RAIL_RETRANSMISSIONS}{RUN}) > 0)", "{{run}} rail {{rail}}"),
         unit=p.PER_SECOND,
-        width=12,
+        width=8,
+        height=6,
+        no_data="No port retransmits.",
+    ),
+    d.timeseries(
+        "Retransmissions per packet by rail",
+        "Retransmissions of a port of each rail over the packets that it sends, mean over the run's hosts. Expected: "
+        "none that last. Above 0.01 %, look for drops on the leaf switch of this rail.",
+        d.Query(
+            f"topk({p.LINES}, max by (run, rail) ({r.RAIL_RETRANSMISSION_RATIO}{RUN}) > 0)", "{{run}} rail {{rail}}"
+        ),
+        unit="percentunit",
+        width=8,
         height=6,
         no_data="No port retransmits.",
     ),
@@ -195,6 +207,30 @@ ports = [
         links=TO_NODE,
         height=8,
         no_data="No packet was broken or dropped in the last five minutes.",
+    ),
+    d.bargauge(
+        "Pauses",
+        "Share of the last five minutes in which a RoCE port or its switch was paused by priority flow control, of the "
+        f"most paused priority. Shows the {WORST} ports with most. Expected: below 10 %.",
+        worst(f"max by ({PORT}) (rate({m.INFINIBAND_PAUSE_SECONDS_TOTAL}[5m])) > 0"),
+        unit="percentunit",
+        thresholds=[(None, "green"), (0.1, "red")],
+        links=TO_NODE,
+        height=8,
+        no_data="No port was paused, or their drivers are not read (docs/infiniband.md).",
+    ),
+    d.bargauge(
+        "Bit errors before correction",
+        "Bits that forward error correction (FEC) corrected on a RoCE port, over the bits of its link in the last "
+        f"hour. Shows the {WORST} ports with most. Expected: ports of a rail alike, below 2.4e-4, which FEC corrects.",
+        worst(
+            f"max by ({PORT}) (increase({m.INFINIBAND_CORRECTED_BIT_ERRORS_TOTAL}[1h]) / "
+            f"(8 * increase({m.INFINIBAND_RECEIVE_CAPACITY_BYTES_TOTAL}[1h]))) > 0"
+        ),
+        unit="sci",
+        links=TO_NODE,
+        height=8,
+        no_data="No bit error was corrected, or the ports' drivers are not read (docs/infiniband.md).",
     ),
     d.bargauge(
         "Hottest adapters and transceivers",

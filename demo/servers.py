@@ -94,9 +94,12 @@ def find(environ: Mapping[str, str] = os.environ, log: Log = print, suite: str |
     )
 
 
-def node_exporter(environ: Mapping[str, str] = os.environ, log: Log = print) -> str:
-    """Return the path of Prometheus' node_exporter, fetched if it is not on PATH. Raises ServersError."""
-    return _package("prometheus-node-exporter", ("prometheus-node-exporter", "node_exporter"), environ, log)
+def node_exporter(environ: Mapping[str, str] = os.environ, log: Log = print, suite: str | None = None) -> str:
+    """Return the path of Prometheus' node_exporter, fetched if it is not on PATH. Raises ServersError.
+
+    With a `suite`, return that of this Debian release.
+    """
+    return _package("prometheus-node-exporter", ("prometheus-node-exporter", "node_exporter"), environ, log, suite)
 
 
 def victoria_metrics(environ: Mapping[str, str] = os.environ, log: Log = print, suite: str | None = None) -> str:

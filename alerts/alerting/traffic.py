@@ -101,6 +101,37 @@ ALERTS: tuple[Alert, ...] = (
             + "<runs_on_host>"
         ),
     ),
+    # Pauses are how priority flow control works, and short ones cost nothing. A port that is paused for a tenth of the
+    # time can send at most 90 % of its rate. A host that pauses its switch for so long does not take packets fast
+    # enough, and the switch then pauses others.
+    Alert(
+        name="RocePaused",
+        group="ports",
+        severity="warning",
+        identity=("host", "device", "port"),
+        expr="""
+            group by (host, device, port) (
+              group by (instance, device, port) (rate(infiniband_pause_seconds_total[<5m>]) > 0.1)
+                * on (instance) group_left (host)
+              <host>
+            )
+        """,
+        for_="10m",
+        summary="RoCE port is paused",
+        description=(
+            "<port>:"
+            + each_port(
+                'rate(infiniband_pause_seconds_total{<of_port>,direction="received"}[<5m>]) > 0.1',
+                " Its switch keeps it from sending for {{ .Value | humanizePercentage }} of the time.",
+            )
+            + each_port(
+                'rate(infiniband_pause_seconds_total{<of_port>,direction="sent"}[<5m>]) > 0.1',
+                " It pauses its switch for {{ .Value | humanizePercentage }} of the time, because it does not take "
+                + "packets fast enough.",
+            )
+            + "<runs_on_host>"
+        ),
+    ),
     # In a collective, rails carry equal shares. Rails below 100 MB/s are not in a collective. A checkpoint uses some
     # rails only.
     Alert(

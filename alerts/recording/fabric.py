@@ -30,6 +30,8 @@ HOST_RAIL_NOTIFICATIONS = "instance:infiniband_congestion_notifications:rate5m"
 RAIL_NOTIFICATIONS = "rail:infiniband_congestion_notifications:rate5m"
 HOST_RAIL_RETRANSMISSIONS = "instance:infiniband_retransmissions:rate5m"
 RAIL_RETRANSMISSIONS = "rail:infiniband_retransmissions:rate5m"
+HOST_RAIL_RETRANSMISSION_RATIO = "instance:infiniband_retransmissions:ratio"
+RAIL_RETRANSMISSION_RATIO = "rail:infiniband_retransmissions:ratio"
 
 
 RECORDS: tuple[Record, ...] = (
@@ -254,16 +256,45 @@ RECORDS: tuple[Record, ...] = (
                 * on (instance, device, port) group_left ()
               max by (instance, device, port) (
                 rate(infiniband_packet_sequence_errors_total[<5m>]) + rate(infiniband_local_ack_timeouts_total[<5m>])
+                  or
+                rate(infiniband_retransmitted_packets_total[<5m>])
               )
             )
         """,
-        "Retransmissions per second of the port of this rail on a host: negative and missing acknowledgements.",
+        "Retransmissions per second of the port of this rail on a host: negative and missing acknowledgements. On EFA "
+        "retransmitted packets.",
     ),
     Record(
         "rails",
         RAIL_RETRANSMISSIONS,
         "avg by (run, rail) (instance:infiniband_retransmissions:rate5m)",
         "Retransmissions per second of a port of this rail, mean over the run's hosts: negative and missing "
-        "acknowledgements.",
+        "acknowledgements. On EFA retransmitted packets.",
+    ),
+    Record(
+        "rails",
+        HOST_RAIL_RETRANSMISSION_RATIO,
+        """
+            (instance:infiniband_retransmissions:rate5m > 0)
+              / on (instance, run, rail)
+            avg by (instance, run, rail) (
+              port:infiniband_rail:info
+                * on (instance, device, port) group_left ()
+              max by (instance, device, port) (rate(infiniband_transmit_packets_total[<5m>]))
+            )
+        """,
+        "Retransmissions of the port of this rail on a host per packet sent. Absent if it retransmits nothing. A "
+        "negative acknowledgement may cause several packets to be sent again. On EFA each packet is counted.",
+    ),
+    Record(
+        "rails",
+        RAIL_RETRANSMISSION_RATIO,
+        """
+            sum by (run, rail) (instance:infiniband_retransmissions:ratio)
+              / on (run, rail)
+            count by (run, rail) (instance:infiniband_retransmissions:rate5m)
+        """,
+        "Retransmissions of a port of this rail per packet sent, mean over the run's hosts. Absent if all retransmit "
+        "nothing.",
     ),
 )

@@ -1,6 +1,7 @@
 """Settings of each server process: a frozen dataclass, made from a command's flags and checked on creation."""
 
 import os
+import re
 import socket
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,7 +59,7 @@ class ExporterSettings:
     kmsg: Path = Path("/dev/kmsg")
     dcgm: str = ""  # DCGM host engine to read: HOST:PORT or its socket's path; empty: no DCGM
     dcgm_fields: str = DCGM_FIELDS  # profiling fields of DCGM to sample, such as 1001-1005,1009
-    expose: str = ""  # dcgm-exporter's names to publish too: "dcgm", "dcgm-4.8" or "dcgm-4.9"
+    expose: str = ""  # other exporters' names to publish too: "dcgm", "dcgm-4.8" or "dcgm-4.9", and "node"
     series: str = "core"  # that /metrics serves: "core", what a shipped rule, board or report reads, or "full"
     state: Path = Path("/var/lib/flopwatch")
     simulate: str | None = None
@@ -118,10 +119,10 @@ class ExporterSettings:
             raise SettingsError("--dcgm: it reads real GPUs, and --simulate replaces them; leave one out")
         if self.series not in ("core", "full"):
             raise SettingsError(f"--series {self.series!r}: write core or full (docs/metrics.md)")
-        if self.expose not in ("", "dcgm", "dcgm-4.8", "dcgm-4.9"):
+        if not re.fullmatch(r"(dcgm(-4\.[89])?)?|(dcgm(-4\.[89])?,)?node", self.expose):
             raise SettingsError(
-                f"--expose {self.expose!r}: write dcgm (dcgm-exporter's names before and from 4.9), "
-                "dcgm-4.8 or dcgm-4.9"
+                f"--expose {self.expose!r}: write dcgm (dcgm-exporter's names before and from 4.9), dcgm-4.8 or "
+                "dcgm-4.9, node (node_exporter's names of InfiniBand), or both such as dcgm,node"
             )
 
 

@@ -13,7 +13,14 @@ import pytest
 import yaml
 
 from alerts import AlertSettings, alerts, recording, records
-from alerts.recording.fabric import HOST_RAIL_RETRANSMISSIONS, PORT_RAIL, PORT_TRANSMIT, PORT_WAIT
+from alerts.recording.fabric import (
+    HOST_RAIL_RETRANSMISSION_RATIO,
+    HOST_RAIL_RETRANSMISSIONS,
+    PORT_RAIL,
+    PORT_TRANSMIT,
+    PORT_WAIT,
+    RAIL_RETRANSMISSION_RATIO,
+)
 from alerts.tiers import tiers
 from demo.servers import find
 from simulator.promtool import rule_test
@@ -59,6 +66,10 @@ BROKEN = [
     ),
     (PORT_RAIL, '{rail!="",role="compute"}', '{rail!=""}'),
     (HOST_RAIL_RETRANSMISSIONS, "+", "or"),
+    (HOST_RAIL_RETRANSMISSIONS, "or\n    rate(infiniband_retransmitted_packets_total[5m])", ""),
+    (HOST_RAIL_RETRANSMISSION_RATIO, "max by (instance, device, port) (rate(", "((rate("),
+    (HOST_RAIL_RETRANSMISSION_RATIO, " > 0", ""),
+    (RAIL_RETRANSMISSION_RATIO, "retransmissions:rate5m)", "retransmissions:ratio)"),
     # A second ledger by mistake.
     (recording.GOODPUT, "min by (tenant, run) (run_open_seconds)", "max by (tenant, run) (run_open_seconds)"),
     (

@@ -99,6 +99,22 @@ INFINIBAND_TEMPERATURE_CELSIUS = gauge("infiniband_temperature_celsius",
     (*PORT, "sensor"), "device/hwmon/*/temp*_input, mlx5 from Linux 6.7, thousandths", scale=1e-3)
 INFINIBAND_CARRIER_CHANGES_TOTAL = counter("infiniband_carrier_changes_total", "Times the port's net device lost or "
     "gained its carrier. Absent on InfiniBand.", PORT, "/sys/class/net/N/carrier_changes")
+# Statistics of the driver, RoCE alone.
+INFINIBAND_PAUSE_FRAMES_TOTAL = counter("infiniband_pause_frames_total", "Pause frames of priority flow control (PFC) "
+    "received or sent. RoCE. Absent before the first one.", (*PORT, "priority", "direction"),
+    "ethtool -S, rx_prio0_pause (mlx5), rx_pfc_ena_frames_pri0 (bnxt_en)")
+INFINIBAND_PAUSE_SECONDS_TOTAL = counter("infiniband_pause_seconds_total", "Time for which pauses received kept the "
+    "port from sending on this priority, or pauses sent kept the switch from it. RoCE. Absent before the first one.",
+    (*PORT, "priority", "direction"), "ethtool -S, rx_prio0_pause_duration (mlx5), pfc_pri0_rx_duration_us (bnxt_en)",
+    scale=1e-6)
+INFINIBAND_RECEIVE_CAPACITY_BYTES_TOTAL = counter("infiniband_receive_capacity_bytes_total", "Bytes that the port "
+    "could have received, with or without traffic. RoCE.", PORT,
+    "ethtool -S, rx_bits_phy (mlx5), rx_bits (bnxt_en)", scale=1 / 8)
+INFINIBAND_CORRECTED_BIT_ERRORS_TOTAL = counter("infiniband_corrected_bit_errors_total", "Bits that forward error "
+    "correction (FEC) corrected. RoCE.", PORT, "ethtool -S, rx_corrected_bits_phy (mlx5), rx_corrected_bits (bnxt_en)")
+INFINIBAND_PCS_SYMBOL_ERRORS_TOTAL = counter("infiniband_pcs_symbol_errors_total", "Symbol errors that forward error "
+    "correction (FEC) did not correct: traffic is lost. RoCE.", PORT,
+    "ethtool -S, rx_pcs_symbol_err_phy (mlx5), rx_pcs_symbol_err (bnxt_en)")
 # Traffic.
 INFINIBAND_TRANSMIT_DATA_BYTES_TOTAL = port_counter("infiniband_transmit_data_bytes_total",
     "Bytes sent. Converted from 4-byte words, except on EFA.", "counters/port_xmit_data",

@@ -56,7 +56,8 @@ def flags(parser: argparse.ArgumentParser) -> None:
     add("--dcgm", "WHERE", "read a running DCGM host engine too: HOST:PORT or a socket's path (docs/dcgm.md)")
     text = f"profiling fields to sample with --dcgm, in one pass of the hardware (default {node.dcgm_fields})"
     add("--dcgm-fields", "IDS", text)
-    add("--expose", "NAMES", "publish dcgm-exporter's names too: dcgm, dcgm-4.8 or dcgm-4.9 (docs/dcgm.md)")
+    text = "publish other exporters' names too: dcgm, dcgm-4.8 or dcgm-4.9 (docs/dcgm.md), node (docs/infiniband.md), "
+    add("--expose", "NAMES", text + "or both such as dcgm,node")
     text = "core, what the shipped rules, boards and reports read, or full "
     add("--series", "LEVEL", text + f"(default {node.series}; docs/metrics.md)")
     add("--state", "DIR", f"inventory, Xid counts, embedded ledger, spool (default {node.state})", Path)

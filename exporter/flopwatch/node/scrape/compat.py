@@ -138,11 +138,17 @@ class GpuPart:
 class Compatibility:
     """Renderer of samples under the names of dcgm-exporter (`generation`): dcgm-4.8, dcgm-4.9, or dcgm for both."""
 
+    source = "compatibility"  # its label in the exporter's own metrics
+
     def __init__(self, generation: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._generations = GENERATIONS[generation]
         self._clock = clock
         self._window = Window()
         self._values: dict[Key, float] = {}
+
+    def own(self, samples: list[Sample]) -> list[Sample]:
+        """Return the samples that flopwatch's own families have: all."""
+        return samples
 
     def render(self, samples: Sequence[Sample], *, openmetrics: bool = False) -> str:
         """Return the samples under dcgm-exporter's names, as Prometheus text or OpenMetrics, without `# EOF`."""

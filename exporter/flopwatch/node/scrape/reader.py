@@ -429,6 +429,7 @@ def hardware(settings: ExporterSettings, sources: HostSources) -> list[Reader]:
     state, sysfs = str(sources.state), str(sources.sysfs)
     gpus, runtime, ports = f"{state}/gpus.json", f"{state}/gpu_runtime.json", f"{state}/port_history.json"
     host, jobs = settings.host, str(settings.job_mapping or "")
+    names: dict[str, Any] = {"complete": "1"} if "node" in settings.expose.split(",") else {}
     owners: dict[str, Any] = {"kubelet": sources.kubelet, "job_mapping": jobs, "topology": settings.topology}
 
     def reader(
@@ -440,7 +441,7 @@ def hardware(settings: ExporterSettings, sources: HostSources) -> list[Reader]:
 
     readers = [
         reader("nvml", sources.nvml, True, host=host, inventory=gpus, runtime=runtime, sysfs=sysfs),
-        reader("infiniband", host=host, inventory=f"{state}/ports.json", sysfs=sysfs, gpus=gpus, state=ports),
+        reader("infiniband", host=host, inventory=f"{state}/ports.json", sysfs=sysfs, gpus=gpus, state=ports, **names),
         reader("xid", sources.xid, True, kmsg=sources.kmsg, gpus=gpus, state=f"{state}/xid.json", nvml="events"),
         reader("identity", host=host, gpus=gpus, runtime=runtime, proc=str(sources.proc), **owners),
     ]

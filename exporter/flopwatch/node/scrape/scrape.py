@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import compress
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -27,6 +28,7 @@ from flopwatch.settings import ExporterSettings
 
 if TYPE_CHECKING:
     from flopwatch.node.scrape.compat import Compatibility
+    from flopwatch.node.scrape.node_names import NodeNames
 
 log = logging.getLogger(__name__)
 
@@ -245,11 +247,11 @@ class Scrape:
         self._failing: set[str] = set()
         self._exposition, self._own = Exposition(), Exposition()
         self._level, self._own_level = (Levels(settings.series, settings.new_for, clock) for _ in range(2))
-        self._compatibility: Compatibility | None = None
-        if settings.expose:
-            from flopwatch.node.scrape import compat  # its table is memory that an exporter without --expose can save
+        self._foreign: list[Compatibility | NodeNames] = []
+        for names in filter(None, settings.expose.split(",")):
+            from flopwatch.node.scrape import compat, node_names  # memory that an exporter without --expose can save
 
-            self._compatibility = compat.Compatibility(settings.expose, clock)
+            self._foreign.append(node_names.NodeNames() if names == "node" else compat.Compatibility(names, clock))
         self._pages: dict[bool, _Page] = {}
         self._pool = ThreadPoolExecutor(len(drivers) + len(in_memory), thread_name_prefix="source")
         self._states = [_State(source, SHARED_SECONDS, getattr(source, "secondary", False)) for source in drivers] + [
@@ -298,7 +300,7 @@ class Scrape:
 
     async def collect(self, timeout: float | None = None) -> list[Sample]:
         """Read all sources and return the samples to serve. `timeout` is the scraper's, in seconds."""
-        return self._within_budget(self._level(await self._read_all(timeout)))
+        return self._within_budget(await self._read_all(timeout))
 
     async def _read_all(self, timeout: float | None) -> list[Sample]:
         """Read all sources and return the samples of every level.
@@ -353,6 +355,9 @@ class Scrape:
         return result
 
     def _within_budget(self, samples: list[Sample]) -> list[Sample]:
+        for foreign in self._foreign:
+            samples = foreign.own(samples)
+        samples = self._level(samples)
         keys = [(row, labels) for row, labels, _ in samples]
         if keys != self._keys:
             self._keys, self._over_budget = keys, over_budget(keys)
@@ -389,10 +394,9 @@ class Scrape:
 
     async def _body(self, timeout: float | None, openmetrics: bool) -> bytes:
         samples = await self._read_all(timeout)
-        served = self._within_budget(self._level(samples))
-        body = self._exposition.render(served, openmetrics=openmetrics)
-        if (foreign := self._compatibility) is not None:
-            body += self._guarded("compatibility", lambda: foreign.render(samples, openmetrics=openmetrics), "")
+        body = self._exposition.render(self._within_budget(samples), openmetrics=openmetrics)
+        for foreign in self._foreign:
+            body += self._guarded(foreign.source, partial(foreign.render, samples, openmetrics=openmetrics), "")
         body += self._own.render(self._own_level(self._registry.samples()), openmetrics=openmetrics)
         if openmetrics:
             body += "# EOF\n"

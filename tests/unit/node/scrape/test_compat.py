@@ -476,6 +476,8 @@ def test_without_the_flag_there_are_no_foreign_names() -> None:
 def test_settings_that_cannot_work_are_refused_with_what_to_write() -> None:
     for settings, message in (
         ({"expose": "dcgm-3"}, "write dcgm .*, dcgm-4.8 or dcgm-4.9"),
+        ({"expose": "dcgm-4.8,dcgm-4.9"}, "or both such as dcgm,node"),
+        ({"expose": "node,"}, "or both such as dcgm,node"),
         ({"dcgm": "localhost"}, "write HOST:PORT of a running nv-hostengine, for example localhost:5555"),
         ({"dcgm": ":5555"}, "write HOST:PORT"),
         ({"dcgm": "localhost:99999"}, "write HOST:PORT"),
@@ -483,6 +485,8 @@ def test_settings_that_cannot_work_are_refused_with_what_to_write() -> None:
     ):
         with pytest.raises(SettingsError, match=message):
             ExporterSettings(**settings)  # type: ignore[arg-type]
+    for names in ("node", "dcgm,node", "dcgm-4.8,node", "dcgm-4.9,node"):
+        assert ExporterSettings(expose=names).expose == names
     for address in ("localhost:5555", "[::1]:5555", "/tmp/nv-hostengine", "unix:/tmp/nv-hostengine"):
         assert ExporterSettings(dcgm=address).dcgm == address
 

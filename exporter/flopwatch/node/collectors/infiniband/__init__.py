@@ -67,8 +67,9 @@ class Infiniband:
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
         pread: Pread = os.pread,
+        complete: bool = False,
     ) -> None:
-        self._sysfs, self._pread = sysfs, pread
+        self._sysfs, self._pread, self._complete = sysfs, pread, complete
         self._root = str(sysfs / "class" / "infiniband")
         self._host = host
         self._inventory = Inventory(inventory, m.INFINIBAND_INFO)
@@ -136,7 +137,7 @@ class Infiniband:
             key = f"{device}/{number}"
             port = known.pop(key, None)
             if port is None:
-                port = Port(str(self._sysfs), device, number, self._pread)
+                port = Port(str(self._sysfs), device, number, self._pread, self._complete)
                 self._recall(key, port, now)
             port.identify(self._host, devices[device])
             self._ports[key] = port
@@ -293,7 +294,8 @@ class Infiniband:
         return True
 
 
-def build(host: str, inventory: str, sysfs: str, gpus: str, state: str) -> Infiniband:
-    """Return the collector of RDMA ports below `sysfs`. `state` is the file of their history."""
+def build(host: str, inventory: str, sysfs: str, gpus: str, state: str, complete: str = "") -> Infiniband:
+    """Return the collector of RDMA ports below `sysfs`. `state` is the file of their history. `complete`: see Port."""
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return Infiniband(Path(sysfs), host, Path(inventory), Path(gpus), Path(state), boot_id=boot_id)
+    files = Path(inventory), Path(gpus), Path(state)
+    return Infiniband(Path(sysfs), host, *files, boot_id=boot_id, complete=bool(complete))

@@ -105,14 +105,19 @@ class SysfsFile:
 
 
 class CounterFile(SysfsFile):
-    """Counter file of a port. Its total keeps rising when the hardware register wraps or is cleared."""
+    """Counter file of a port. Its total keeps rising when the hardware register wraps or is cleared.
+
+    `quiet`: no sample before the first event. `full`: a sample of its own while the register is stuck.
+    """
 
     __slots__ = ("_full", "_last", "_quiet", "_total", "_unit", "_wrap", "replaced")
 
-    def __init__(self, path: str, row: PortCounter, labels: tuple[str, ...], name: str) -> None:
+    def __init__(
+        self, path: str, row: PortCounter, labels: tuple[str, ...], name: str, quiet: bool, full: bool
+    ) -> None:
         super().__init__(path, row, labels, counter)
-        self._quiet = row.quiet
-        self._full = 2**row.bits - 1 if row.sticks else 2**32 - 1 if name in row.legacy else -1
+        self._quiet = quiet
+        self._full = -1 if not full else 2**row.bits - 1 if row.sticks else 2**32 - 1 if name in row.legacy else -1
         self._wrap = 2**row.bits if row.bits < 64 and not row.sticks else 0
         self._unit = 4 if name in row.words else 1
         self._last = self._total = 0

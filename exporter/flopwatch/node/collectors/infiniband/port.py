@@ -20,6 +20,7 @@ from flopwatch import catalogue as m
 from flopwatch.catalogue import Metric, PortCounter, Sample, all_metrics
 from flopwatch.node.collectors import signature
 from flopwatch.node.collectors.infiniband import pci
+from flopwatch.node.collectors.infiniband.driver import DriverStatistics
 from flopwatch.node.collectors.infiniband.files import (
     MAX_BYTES,
     CounterFile,
@@ -48,11 +49,14 @@ COUNTERS = {file: row for row in all_metrics() if isinstance(row, PortCounter) f
 
 
 class Port:
-    """The open sysfs files of a port, and the history of its link. An unchanged sample stays the same object."""
+    """The open sysfs files of a port, and the history of its link. An unchanged sample stays the same object.
 
-    def __init__(self, sysfs: str, device: str, port: str, pread: Pread = os.pread) -> None:
+    `complete`: read also the counters that flopwatch's own families leave out, see `PortCounter.quiet` and `roce`.
+    """
+
+    def __init__(self, sysfs: str, device: str, port: str, pread: Pread = os.pread, complete: bool = False) -> None:
         self.labels = (device, port)
-        self._pread = pread
+        self._pread, self._complete = pread, complete
         self.link = Link()
         self.expected: float | None = None  # Gb/s
         self.place: pci.PciPlace | None = None
@@ -63,6 +67,7 @@ class Port:
         self._device = f"{sysfs}/class/infiniband/{device}"
         self._folder = f"{self._device}/ports/{port}"
         self._net: list[str] = []
+        self._drivers: list[DriverStatistics] = []  # of the network interfaces, on RoCE
         self._first = False  # the first of its device's ports
         self._files: dict[str, SysfsFile] = {}  # by path; a counter that is opened again keeps its count
         self._open: list[SysfsFile] = []
@@ -100,6 +105,8 @@ class Port:
         numbers = {name: counter(first_line_of(f"{below}/{name}/dev_port")) for name in names(below)}
         mine = [name for name, number in numbers.items() if number in (None, int(port) - 1)]
         self._net = [roce, *(name for name in mine if name != roce)] if roce else mine
+        interfaces = [f"{self._networks}/{name}" for name in self._net if layer == "Ethernet"]
+        self._drivers = [DriverStatistics(interface, self.labels) for interface in interfaces]
         self._first = port == min(names(f"{self._device}/ports"), default=port)
         self.place = pci.place(Path(self._device, "device"))
         self.identity = {
@@ -182,11 +189,15 @@ class Port:
 
     def _counter(self, path: str, row: PortCounter, labels: tuple[str, ...]) -> CounterFile:
         name = self._known_as(path)
-        result = CounterFile(path, row, labels, name)
+        result = CounterFile(path, row, labels, name, row.quiet and not self._complete, self._has(row))
         if path not in self._files and name in self._counts:
             total, last = self._counts[name]
             result.resume(total, last, replaced=self._counts_inode != self._inode)
         return result
+
+    def _has(self, row: PortCounter) -> bool:
+        """Return whether the port's link layer has such events."""
+        return row.roce or self.identity.get("link_layer") != "Ethernet"
 
     def _known_as(self, path: str) -> str:
         """Return a counter file's name in the catalogue: its path below the port, or `device/` and the rest."""
@@ -200,7 +211,7 @@ class Port:
             self._folders[folder] = signature(folder)
         for name in listed:
             row = COUNTERS.get(f"{known_as}/{name}")
-            if row is not None and (row.roce or self.identity.get("link_layer") != "Ethernet"):
+            if row is not None and (self._complete or self._has(row)):
                 found.setdefault(row.name, []).append(f"{folder}/{name}")
 
     def _sensors(self) -> Iterator[SysfsFile]:
@@ -242,7 +253,9 @@ class Port:
         news = self._watch(now)
         if news or not self._summary:
             self._summary = self._summarize()
-        return samples + self._summary, news
+        # A bond has none of these statistics, its first interface does.
+        driver = next((found for driver in self._drivers if (found := driver.read(now))), [])
+        return samples + self._summary + driver, news
 
     def _hopeless(self, file: SysfsFile, failures: list[tuple[SysfsFile, int | None]]) -> bool:
         """Return whether all files of this kind read so far were refused, so that the rest need not be tried."""
