@@ -321,6 +321,31 @@ gpus = [
         unit="percentunit",
         width=6,
     ),
+    *(
+        d.timeseries(
+            title,
+            f"{text} Expected: constant. A rise means slower steps, stalls or lower efficiency at the same power.",
+            d.Query(f"max({record}{{{RUN}}})", legend),
+            unit="joule",
+            width=12,
+            height=6,
+            no_data="The run makes no steps, or the energy of a rank's GPU is not measured.",
+        )
+        for title, text, record, legend in (
+            (
+                "Energy per step",
+                "Energy of all GPUs of the run per optimizer step, mean of five minutes. Time outside steps counts.",
+                r.STEP_ENERGY,
+                "per step",
+            ),
+            (
+                "Energy per token",
+                "Energy of all GPUs of the run per token, mean of five minutes. Time outside steps counts.",
+                r.TOKEN_ENERGY,
+                "per token",
+            ),
+        )
+    ),
 ]
 
 errors = [

@@ -61,6 +61,7 @@ def collect(queries: RunQueries, price: float | None = None, ledger: LedgerClien
         mttr_seconds=mttr,
         recoveries=round(queries.one(m.RUN_RECOVERIES_TOTAL) or 0),
         checkpoints=_checkpoints(queries, running, buckets.get("checkpoint_save", 0.0), mttf.seconds, mttr or 0.0),
+        energy=queries.energy(),
         declared=queries.declared(),
         timeline=queries.timeline(began, open_seconds),
         mfu_over_time=queries.mfu_over_time(),

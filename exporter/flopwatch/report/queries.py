@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable
 
 from flopwatch import catalogue as m
-from flopwatch.report.model import OPEN, CauseTotal, Firing, Outlier, Slice
+from flopwatch.report.model import OPEN, CauseTotal, EnergySummary, Firing, Outlier, Slice
 from flopwatch.report.prometheus import PrometheusClient, TimeSeries
 from flopwatch.settings import SettingsError
 
@@ -13,6 +13,7 @@ RUN_MFU = "run:training_mfu:ratio_rate5m"
 LOST = "run:training_straggler_lost:ratio"
 STRAGGLER = "rank:training_straggler:confirmed"
 WAIT = "rank:training_collective_wait:ratio"
+POWER, STEPS, TOKENS = "run:gpu_energy_joules:rate5m", "run:training_steps:rate5m", "run:training_tokens:rate5m"
 
 MAX_OUTLIERS = 10  # ranks, hosts or links in a report
 MAX_SLICES = 600  # of the timeline
@@ -82,6 +83,27 @@ class RunQueries:
     def mfu_over_time(self) -> list[tuple[float, float]]:
         """Return the run's MFU over time, as points (Unix time, ratio from 0 to 1)."""
         return [point for series in self.over(f"max by (run) ({RUN_MFU}{self.training})") for point in series.points]
+
+    def energy(self) -> EnergySummary | None:
+        """Return the energy of the run's GPUs while it was measured for all of them, None if it never was."""
+        power, steps, tokens = (
+            {
+                time: value
+                for series in self.over(f"max by (run) ({record}{self.training})")
+                for time, value in series.points
+            }
+            for record in (POWER, STEPS, TOKENS)
+        )
+
+        def joules_per(rate: dict[float, float]) -> float | None:
+            both = power.keys() & rate.keys()
+            total = sum(rate[time] for time in both)
+            return sum(power[time] for time in both) / total if total > 0 else None
+
+        if not power:
+            return None
+        joules, seconds = sum(power.values()) * self._step, len(power) * self._step
+        return EnergySummary(joules, seconds, joules_per(steps), joules_per(tokens))
 
     def declared(self) -> dict[str, str]:
         """Return what the run declared, such as its FLOPs convention, dtype, source of the peak and owner, by label."""
