@@ -12,6 +12,28 @@ from flopwatch.catalogue.hang_signs import HANG_SIGNS
 _HOST, _LINK = ('run_straggler_ratio{run=%[1]q,kind="' + kind + '"} > 0' for kind in ("host", "link"))
 _SUSPECT = "run_straggler_info{run=%[1]q}"
 _STEP, _STEP_NOW = "run_whatif_step_seconds{run=%[1]q}", 'run_whatif_step_seconds{run=%[1]q,mended="0"}'
+# Compute ports of the exporter %[1]q that are nearest to the GPU %[2]q. With more than four, as in a virtual machine
+# without PCI switches, the PCI path does not show which of them the rank uses.
+_NEAREST = (
+    'infiniband_gpu_affinity_info{instance=%[1]q,uuid=%[2]q,affinity!="SYS"} and on (device, port) '
+    'infiniband_info{instance=%[1]q,role="compute"}'
+)
+_OWN_PORTS = f"{_NEAREST} and on () count({_NEAREST}) <= 4"
+_OF_PORT = "{instance=%[1]q,device=%[2]q,port=%[3]q}"
+_RATE_OF_PORT = f"8e-9 * max(infiniband_port_rate_bytes_per_second{_OF_PORT})"
+_BEST_RATE_OF_PORT = f"8e-9 * max(infiniband_port_expected_rate_bytes_per_second{_OF_PORT})"
+_PROBLEMS_OF_PORT = (
+    (f"max(infiniband_port_state_id{_OF_PORT}) < 4", "is not active: its state is {{ .Value }}"),
+    (
+        f"{_RATE_OF_PORT} < <rate_share> * {_BEST_RATE_OF_PORT}",
+        'runs at {{ printf "%.0f" .Value }} Gb/s, below its highest rate so far',
+    ),
+    (
+        f"max(increase(infiniband_symbol_errors_total{_OF_PORT}[<30m>])) >= 1",
+        'had {{ printf "%.0f" .Value }} symbol errors in the last <30m>',
+    ),
+    (f"max(increase(infiniband_link_downed_total{_OF_PORT}[<30m>])) >= 0.5", "went down in the last <30m>"),
+)
 _TRAINING_STRAGGLER = (
     each_series(
         f"max by (host) (run_straggler_info{{run=%[1]q}}) and on () ({_HOST})",
@@ -96,9 +118,20 @@ _TRAINING_STRAGGLER = (
             "$host",
             "{{ $instance := .Labels.instance }}"
             + each_series(
+                f"group by (device, port) ({_OWN_PORTS})",
+                "$instance $uuid",
+                "Port {{ .Labels.port }} of {{ .Labels.device }} is nearest to its GPU. "
+                "{{ $device := .Labels.device }}{{ $port := .Labels.port }}"
+                + "".join(
+                    each_series(query, "$instance $device $port", f"That port {text}. ")
+                    for query, text in _PROBLEMS_OF_PORT
+                ),
+            )
+            + each_series(
                 "max by (device, port) (infiniband_port_rate_bytes_per_second{instance=%[1]q} < on (device, port) "
-                + "infiniband_port_expected_rate_bytes_per_second{instance=%[1]q})",
-                "$instance",
+                + "infiniband_port_expected_rate_bytes_per_second{instance=%[1]q}) unless on (device, port) "
+                + f"({_OWN_PORTS})",
+                "$instance $uuid",
                 "Port {{ .Labels.port }} of {{ .Labels.device }} on its host runs below its highest rate so far. ",
             )
             + each_series(
@@ -184,6 +217,11 @@ _TRAINING_HANG = (
             "{{ if not .Labels.rank }} They are " + text + ".{{ end }}",
         )
         for sign, text in HANG_SIGNS.items()
+    )
+    + each_series(
+        f"group by (host, device, port) (port:infiniband_down:bool and on (host) {_suspects_with('link')})",
+        "$labels.run",
+        " Port {{ .Labels.port }} of {{ .Labels.device }} on {{ .Labels.host }} is down or missing.",
     )
     + each_series(
         f"""max by (rank, uuid) (
