@@ -54,6 +54,20 @@ def each_port(problem: str, text: str) -> str:
     )
 
 
+def each_node_exporter(host: str, text: str) -> str:
+    """Return a template that prints `text` if a node_exporter runs on the host in the template variable `host`.
+
+    `$node` is its instance in `text`. Its nodename is the name of the host, or has the same first label: the exporters
+    may name a host with and without its domain. A name in full has priority.
+    """
+    short = f'(printf "%s([.].*)?" (reReplaceAll "[^A-Za-z0-9_-].*" "" {host}))'
+    return each_series(
+        "topk(1, group by (instance) (node_uname_info{nodename=%[1]q} or on () node_uname_info{nodename=~%[2]q}))",
+        f"{host} {short}",
+        "{{ $node := .Labels.instance }}" + text,
+    )
+
+
 def _xids(chosen: Iterable[int]) -> str:
     return "|".join(map(str, chosen))
 

@@ -37,6 +37,22 @@ def by_port(expr: str) -> str:
     return f'label_join({expr}, "key", " ", "rank", "device", "port")'
 
 
+SHORT = '"([0-9.]+|[^.]+)([.].*)?"'  # name of a host without its domain, or its IP address
+HOSTS = f'label_replace(max by (host) ({m.TRAINING_RANK_INFO}{{{RUN}}} {AMONG}), "name", "$1", "host", {SHORT})'
+
+
+def of_host(expr: str) -> str:
+    """Return `expr`, whose series have the `instance` of a node_exporter, for the hosts of the ranks that wait least.
+
+    `expr` should select few series per host, because it reads those of all hosts.
+    """
+    named = f"{expr} * on (instance) group_left (nodename) max by (instance, nodename) (node_uname_info)"
+    return (
+        f"max by (host) ({HOSTS} * on (name) group_left () "
+        f'max by (name) (label_replace({named}, "name", "$1", "nodename", {SHORT})))'
+    )
+
+
 MESH = "pp {{pp}} dp {{dp}} tp {{tp}} rank {{rank}}"
 TO_NODE = [p.to_node(d.LABEL % "host")]
 
@@ -247,6 +263,43 @@ parts = [
         hidden=["Key"],
         height=8,
         no_data="No port is near these GPUs, or their hosts have no InfiniBand, RoCE or EFA port.",
+    ),
+    d.table(
+        "CPUs of the hosts of these ranks",
+        "State of the CPUs of these hosts in the last five minutes, from their `node_exporter`. Tasks that wait for a "
+        "CPU, steal or a low clock on one host only can explain a straggler. Expected: hosts alike, no steal, and no "
+        "throttling in the time shown.",
+        [
+            d.Column(name, of_host(expr), unit, thresholds)
+            for name, expr, unit, thresholds in (
+                (
+                    "Tasks that wait",
+                    "max by (instance) (rate(node_pressure_cpu_waiting_seconds_total[5m]))",
+                    "percentunit",
+                    [(None, "green"), (0.3, "orange")],
+                ),
+                ("Load", "max by (instance) (node_load1)", "none", ()),
+                (
+                    "Steal, CPUs 0-7",
+                    'avg by (instance) (rate(node_cpu_seconds_total{mode="steal",cpu=~"[0-7]"}[5m]))',
+                    "percentunit",
+                    [(None, "green"), (0.01, "orange")],
+                ),
+                ("Clock, CPUs 0-7", 'avg by (instance) (node_cpu_scaling_frequency_hertz{cpu=~"[0-7]"})', "hertz", ()),
+                (
+                    "Throttled",
+                    "sum by (instance) (increase(node_cpu_package_throttles_total[$__range]))",
+                    "none",
+                    p.FEW,
+                ),
+            )
+        ],
+        key="host",
+        labels={"host": "Node"},
+        sort="Tasks that wait",
+        links={"Node": [p.to_node(d.FIELD % "Node")]},
+        height=8,
+        no_data="No node_exporter of these hosts is scraped, or its nodename is another one (docs/other-exporters.md).",
     ),
     d.timeseries(
         "Traffic by rail",

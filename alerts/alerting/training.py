@@ -6,7 +6,7 @@ Critical alerts are for runs that may page (run:training_page:bool). The other a
 from __future__ import annotations
 
 from alerts.alert import Alert
-from alerts.fragments import each_series
+from alerts.fragments import each_node_exporter, each_series
 from flopwatch.catalogue.hang_signs import HANG_SIGNS
 
 _HOST, _LINK = ('run_straggler_ratio{run=%[1]q,kind="' + kind + '"} > 0' for kind in ("host", "link"))
@@ -34,11 +34,36 @@ _PROBLEMS_OF_PORT = (
     ),
     (f"max(increase(infiniband_link_downed_total{_OF_PORT}[<30m>])) >= 0.5", "went down in the last <30m>"),
 )
+# State of the CPUs of the host $host, as its node_exporter measures it. On a busy host, tasks also wait for a CPU in a
+# tenth of the time.
+_CPU = each_node_exporter(
+    "$host",
+    each_series(
+        'avg(rate(node_cpu_seconds_total{instance=%q,mode="steal"}[<5m>])) > 0.01',
+        "$node",
+        "Other virtual machines take {{ .Value | humanizePercentage }} of the CPU time of {{ $host }}. ",
+    )
+    + each_series(
+        'max(node_load1{instance=%[1]q}) > count(count by (cpu) (node_cpu_seconds_total{instance=%[1]q,mode="idle"}))',
+        "$node",
+        'The load of {{ $host }} is {{ printf "%.0f" .Value }}, more than it has CPUs. ',
+    )
+    + each_series(
+        "max(rate(node_pressure_cpu_waiting_seconds_total{instance=%q}[<5m>])) > 0.3",
+        "$node",
+        "Tasks of {{ $host }} wait for a CPU {{ .Value | humanizePercentage }} of the time. ",
+    )
+    + each_series(
+        "sum(increase(node_cpu_core_throttles_total{instance=%q}[<5m>])) >= 1",
+        "$node",
+        'CPU cores of {{ $host }} were throttled {{ printf "%.0f" .Value }} times in <5m>. ',
+    ),
+)
 _TRAINING_STRAGGLER = (
     each_series(
         f"max by (host) (run_straggler_info{{run=%[1]q}}) and on () ({_HOST})",
         "$labels.run",
-        "All ranks of run {{ $labels.run }} on {{ .Labels.host }} slow every step. ",
+        "All ranks of run {{ $labels.run }} on {{ .Labels.host }} slow every step. {{ $host := .Labels.host }}" + _CPU,
     ).lstrip("\n")
     + each_series(
         f"max by (ranks) (run_straggler_info{{run=%[1]q}}) and on () ({_LINK})",
@@ -73,9 +98,15 @@ _TRAINING_STRAGGLER = (
         "It collects garbage {{ .Value | humanizePercentage }} of its step time. ",
     )
     + each_series(
+        "max by (state) (max_over_time(host_process_blocked_seconds{run=%q,rank=%q}[<5m>])) > 1",
+        "$labels.run $rank",
+        'Its main thread was {{ .Labels.state }} for {{ printf "%.0f" .Value }} s in the last <5m>. ',
+    )
+    + each_series(
         "topk(1, max by (host, uuid) (training_rank_info{run=%q,rank=%q}))",
         "$labels.run $rank",
         "{{ $uuid := .Labels.uuid }}{{ $host := .Labels.host }}"
+        + _CPU
         + each_series(
             "max by (reason) " + '(rate(gpu_clock_event_seconds_total{uuid=%[1]q,reason!="gpu_idle"}[<5m>])) > 0.1',
             "$uuid $labels.run",

@@ -17,6 +17,18 @@ ALERT_LABELS = {"alertname", "alertstate", "severity", "shadow"}.union(
 )
 
 
+# Series of other exporters, with those of their labels that are used.
+EXTERNAL: dict[str, set[str]] = {
+    # https://github.com/prometheus/node_exporter
+    "node_uname_info": {"nodename"},
+    "node_cpu_seconds_total": {"cpu", "mode"},
+    "node_load1": set(),
+    "node_pressure_cpu_waiting_seconds_total": set(),
+    "node_cpu_core_throttles_total": {"package", "core"},
+    "node_cpu_package_throttles_total": {"package"},
+    "node_cpu_scaling_frequency_hertz": {"cpu"},
+}
+
 RECORDED: dict[str, set[str]] = {}  # of records, known or under way
 
 
@@ -37,6 +49,8 @@ def labels_of(expr: Any) -> set[str]:
                 "ALERTS_FOR_STATE",
             ):  # https://prometheus.io/docs/prometheus/latest/configuration/alerting_rules/
                 known = ALERT_LABELS
+            elif name in EXTERNAL:
+                known = {*EXTERNAL[name], "instance", "job"}
             elif suffix in ("bucket", "sum", "count") and family in BY_NAME:
                 assert BY_NAME[family].type == "histogram"
                 known = {*BY_NAME[family].labels, "instance", *(["le"] if suffix == "bucket" else [])}
