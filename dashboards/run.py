@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import dashboards as d
 from alerts import recording as r
-from dashboards import findings, verdict
+from dashboards import findings, storage, verdict
 from dashboards import parts as p
 from dashboards.parts import ERRORS, HELD_BACK, HOT, LATE, RATE, SHARE, UTILIZATION
 from flopwatch import catalogue as m
@@ -421,7 +421,14 @@ BOARD = d.dashboard(
     "Training run",
     "One training run: its progress, where its time went, and its ranks, GPUs and links.",
     [p.tenant, p.run, p.price],
-    {"At a glance": now, "Progress": progress, "Ranks": ranks, "GPUs of the run": gpus, "Errors": errors},
+    {
+        "At a glance": now,
+        "Progress": progress,
+        "Ranks": ranks,
+        "GPUs of the run": gpus,
+        "Data and storage": storage.PANELS,
+        "Errors": errors,
+    },
     [p.alert_marks(RUN), p.starts(LEDGER)],
 )
 

@@ -37,22 +37,6 @@ def by_port(expr: str) -> str:
     return f'label_join({expr}, "key", " ", "rank", "device", "port")'
 
 
-SHORT = '"([0-9.]+|[^.]+)([.].*)?"'  # name of a host without its domain, or its IP address
-HOSTS = f'label_replace(max by (host) ({m.TRAINING_RANK_INFO}{{{RUN}}} {AMONG}), "name", "$1", "host", {SHORT})'
-
-
-def of_host(expr: str) -> str:
-    """Return `expr`, whose series have the `instance` of a node_exporter, for the hosts of the ranks that wait least.
-
-    `expr` should select few series per host, because it reads those of all hosts.
-    """
-    named = f"{expr} * on (instance) group_left (nodename) max by (instance, nodename) (node_uname_info)"
-    return (
-        f"max by (host) ({HOSTS} * on (name) group_left () "
-        f'max by (name) (label_replace({named}, "name", "$1", "nodename", {SHORT})))'
-    )
-
-
 MESH = "pp {{pp}} dp {{dp}} tp {{tp}} rank {{rank}}"
 TO_NODE = [p.to_node(d.LABEL % "host")]
 
@@ -270,7 +254,12 @@ parts = [
         "CPU, steal or a low clock on one host only can explain a straggler. Expected: hosts alike, no steal, and no "
         "throttling in the time shown.",
         [
-            d.Column(name, of_host(expr), unit, thresholds)
+            d.Column(
+                name,
+                f"max by (host) ({p.of_node_exporter(expr, f'{m.TRAINING_RANK_INFO}{{{RUN}}} {AMONG}')})",
+                unit,
+                thresholds,
+            )
             for name, expr, unit, thresholds in (
                 (
                     "Tasks that wait",

@@ -27,6 +27,22 @@ EXTERNAL: dict[str, set[str]] = {
     "node_cpu_core_throttles_total": {"package", "core"},
     "node_cpu_package_throttles_total": {"package"},
     "node_cpu_scaling_frequency_hertz": {"cpu"},
+    "node_pressure_io_stalled_seconds_total": set(),
+    "node_mountstats_nfs_operations_request_time_seconds_total": {"export", "operation"},
+    "node_mountstats_nfs_operations_requests_total": {"export", "operation"},
+    "node_mountstats_nfs_operations_major_timeouts_total": {"export", "operation"},
+    "node_mountstats_nfs_total_read_bytes_total": {"export"},
+    # https://github.com/whamcloud/lustrefs-exporter; `host` is set by relabeling (docs/other-exporters.md)
+    "lustre_client_stats": {"host", "target", "operation"},
+    # https://github.com/HewlettPackard/lustre_exporter
+    "lustre_stats_total": {"host", "component", "target", "operation"},
+    "lustre_read_bytes_total": {"host", "component", "target"},
+    # https://github.com/weka/export
+    "weka_stats": {"cluster", "host_name", "host_role", "node_id", "node_role", "category", "stat", "unit"},
+    # https://github.com/GoogleCloudPlatform/gcsfuse
+    "fs_ops_latency_sum": {"host", "fs_op"},
+    "fs_ops_latency_count": {"host", "fs_op"},
+    "gcs_read_bytes_count": {"host"},
 }
 
 RECORDED: dict[str, set[str]] = {}  # of records, known or under way
