@@ -1,4 +1,8 @@
-"""Write OUT/rules/*.yaml for Prometheus and OUT/alertmanager.yml for Alertmanager: `python -m alerts OUT`."""
+"""Write the rules for Prometheus and the configuration of Alertmanager: `python -m alerts OUT`.
+
+OUT/rules/*.yaml has the rules, OUT/optional/dcgm.yaml those for hosts that only have dcgm-exporter, and
+OUT/alertmanager.yml the routing.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from alerts import TIERS, AlertSettings, alertmanager_yaml, alerts, rules_yaml
+from alerts import TIERS, AlertSettings, alertmanager_yaml, alerts, as_yaml, rules_yaml
+from alerts.dcgm import dcgm_rules
 
 
 def names(text: str) -> tuple[str, ...]:
@@ -47,7 +52,7 @@ KNOBS: dict[str, tuple[Callable[[str], Any], str]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Read the flags and write rules/host.yaml, rules/run.yaml, rules/fleet.yaml and alertmanager.yml."""
+    """Read the flags and write the rules of each tier, the optional rules and alertmanager.yml."""
     parser = argparse.ArgumentParser(prog="python -m alerts", description=__doc__)
     parser.add_argument("out", type=Path)
     default = AlertSettings()
@@ -60,9 +65,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         alerts(settings)
     except ValueError as error:
         parser.error(str(error))
-    (out / "rules").mkdir(parents=True, exist_ok=True)
+    for folder in ("rules", "optional"):
+        (out / folder).mkdir(parents=True, exist_ok=True)
     files = {f"rules/{tier}.yaml": rules_yaml(settings, tier) for tier in TIERS}
-    for name, content in (*files.items(), ("alertmanager.yml", alertmanager_yaml(settings))):
+    files |= {"optional/dcgm.yaml": as_yaml(dcgm_rules(settings)), "alertmanager.yml": alertmanager_yaml(settings)}
+    for name, content in files.items():
         (out / name).write_text(content, encoding="utf-8")
         print(out / name)
 

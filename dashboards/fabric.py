@@ -236,6 +236,7 @@ leaves = [
         no_data="No port is down, or the topology is unknown (docs/identity.md).",
     ),
     findings.firing(
+        "on leaves",
         "Firing alerts on leaf switches and the hosts behind them.",
         findings.of_alerts('leaf!=""'),
         "Leaf",

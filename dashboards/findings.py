@@ -99,10 +99,15 @@ def table(description: str, findings: str, *headings: str, width: int = d.COLUMN
     )
 
 
-def firing(description: str, incidents: str, *headings: str, width: int = d.COLUMNS, height: int = 8) -> d.Json:
-    """Return a table of firing alerts, with the columns `headings` of _COLUMNS, for objects without a verdict."""
-    text = f"{description} Expected: no row. Each alert has a runbook."
-    return _table("Firing alerts", text, incidents, ("Alert", "Severity", *headings), width, height, "No alert fires.")
+def firing(
+    on: str, description: str, incidents: str, *headings: str, width: int = d.COLUMNS, height: int = 8
+) -> d.Json:
+    """Return a table of firing alerts on objects without a verdict, with the columns `headings` of _COLUMNS.
+
+    `on` is the title's end, such as "on leaves". Other alerts may fire, so an empty table is about these objects only.
+    """
+    title, text = f"Firing alerts {on}", f"{description} Expected: no row. Each alert has a runbook."
+    return _table(title, text, incidents, ("Alert", "Severity", *headings), width, height, f"No alert {on} fires.")
 
 
 _COLUMNS = {

@@ -187,7 +187,7 @@ work = [
     d.timeseries(
         "Throttling by reason",
         "Share of time in which the clock was throttled, by reason. Expected: none, except sw_power_cap at full load.",
-        d.Query(f"{rate(m.GPU_CLOCK_EVENT_SECONDS_TOTAL, 'reason')} > 0", "{{reason}}"),
+        d.Query(f"clamp_max({rate(m.GPU_CLOCK_EVENT_SECONDS_TOTAL, 'reason')}, 1) > 0", "{{reason}}"),
         unit="percentunit",
         top=1,
         no_data="The GPU was not throttled in the time shown.",

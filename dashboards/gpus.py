@@ -119,6 +119,11 @@ cards = [
                 unit=None,
             ),
             d.Column("Health", f"max by (uuid) ({FINDINGS})", mappings=findings.HEALTH),
+            d.Column(
+                "Finding",
+                f'topk by (uuid) (1, label_join({FINDINGS}, "finding", "", "alertname", "reason"))',
+                unit=None,
+            ),
             d.Column("Answers", f"min by (uuid) ({m.GPU_PRESENT} == 0)", mappings={0: ("no", "red")}),
             d.Column(
                 "Recovery action",
@@ -144,7 +149,7 @@ cards = [
             d.Column("Xids, 1 d", f"sum by (uuid) (increase({m.GPU_XID_ERRORS_TOTAL}[1d])) > 0", "none", p.ERRORS),
         ],
         key="uuid",
-        labels=ROW | {"model": "Model"},
+        labels=ROW | {"model": "Model", "finding": "Finding"},
         sort="Xids, 1 d",
         links=ROW_LINKS,
         hidden=["UUID"],
@@ -168,7 +173,7 @@ tops = [
         f"Share of the last five minutes in which the clock was throttled, for the {RANKED} GPUs with most. A power "
         "cap (sw_power_cap) does not count. Expected: none. Thermal and hardware reasons point to a fan, a heat sink "
         "or a power supply.",
-        worst(f"max by (uuid, instance) (rate({m.GPU_CLOCK_EVENT_SECONDS_TOTAL}{{{p.HELD}}}[5m])) > 0"),
+        worst(f"{p.throttled('uuid')} > 0"),
         unit="percentunit",
         thresholds=p.HELD_BACK,
         links=TO_GPU,
@@ -285,10 +290,10 @@ kinds = [
     ),
     d.bargauge(
         "VBIOS versions",
-        "Number of GPUs by model and VBIOS version. Expected: one version per model.",
+        "Number of GPUs by VBIOS version. Expected: one version per model.",
         d.Query(
-            f"topk({RANKED}, count by (model, vbios_version) (max by (uuid, model, vbios_version) ({m.GPU_INFO})))",
-            "{{model}} {{vbios_version}}",
+            f"topk({RANKED}, count by (vbios_version) (max by (uuid, vbios_version) ({m.GPU_INFO})))",
+            "{{vbios_version}}",
             instant=True,
         ),
         unit="none",

@@ -211,6 +211,7 @@ rest = [
         no_data="No driver is released.",
     ),
     findings.firing(
+        "on the monitoring",
         "Firing alerts on the monitoring itself.",
         findings.of_alerts('alertname=~"Flopwatch.*"'),
         "Node",

@@ -98,12 +98,7 @@ cards = [
             d.Column("Clock", card(str(m.GPU_SM_CLOCK_HERTZ)), "hertz"),
             d.Column("Power", card(str(m.GPU_POWER_WATTS)), "watt"),
             d.Column("Temperature", card(str(m.GPU_TEMPERATURE_CELSIUS)), "celsius", p.HOT),
-            d.Column(
-                "Throttled",
-                card(f"max by (gpu, instance) (rate({m.GPU_CLOCK_EVENT_SECONDS_TOTAL}{{{p.HELD}}}[5m]))"),
-                "percentunit",
-                p.HELD_BACK,
-            ),
+            d.Column("Throttled", card(p.throttled("gpu")), "percentunit", p.HELD_BACK),
             d.Column("Memory", card(f"{m.GPU_MEMORY_USED_BYTES} / {m.GPU_MEMORY_TOTAL_BYTES}"), "percentunit"),
             d.Column(
                 "Xids, 1 d", card(f"sum by (gpu, instance) (increase({m.GPU_XID_ERRORS_TOTAL}[1d]))"), "none", p.ERRORS

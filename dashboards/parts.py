@@ -159,6 +159,15 @@ def of_node_exporter(expr: str, hosts: str) -> str:
     )
 
 
+def throttled(label: str) -> str:
+    """Return the highest share of five minutes in which a clock was throttled, by this label of a GPU and by instance.
+
+    A rate of seconds may be above 1, since scrapes are never exactly an interval apart.
+    """
+    throttled = f"max by ({label}, instance) (rate({m.GPU_CLOCK_EVENT_SECONDS_TOTAL}{{{HELD}}}[5m]))"
+    return f"clamp_max({throttled}, 1)"
+
+
 def alert_marks(matchers: str) -> d.Json:
     """Return an annotation that marks the firing of alerts with these label matchers."""
     return d.annotation(

@@ -85,7 +85,7 @@ nodes = [
             d.Column("GPUs", by_host(f"count by (instance) ({m.GPU_PRESENT} == 1)")),
             d.Column("Power", by_host(f"sum by (instance) ({m.GPU_POWER_WATTS})"), "watt"),
             d.Column("Hottest GPU", by_host(f"max by (instance) ({m.GPU_TEMPERATURE_CELSIUS})"), "celsius", p.HOT),
-            d.Column("NVLinks active", by_host(f'sum by (instance) ({m.NVLINK_LINKS}{{state="active"}})')),
+            d.Column("NVLinks", by_host(f'sum by (instance) ({m.NVLINK_LINKS}{{state="active"}})')),
             d.Column(
                 "NVLink errors, 1 h",
                 by_host(f"sum by (instance) (increase({m.NVLINK_ERRORS_TOTAL}[1h]))"),

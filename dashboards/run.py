@@ -44,7 +44,7 @@ def per_port(port: str) -> str:
 
 POWER = f"rate({m.GPU_ENERGY_JOULES_TOTAL}{RATE})"
 SYMBOL_ERRORS = f"increase({m.INFINIBAND_SYMBOL_ERRORS_TOTAL}[$__range])"
-THROTTLED = f"rate({m.GPU_CLOCK_EVENT_SECONDS_TOTAL}{RATE})"
+THROTTLED = f"clamp_max(rate({m.GPU_CLOCK_EVENT_SECONDS_TOTAL}{RATE}), 1)"
 
 now = [
     verdict.panel(RUN, LEDGER),
@@ -86,7 +86,7 @@ now = [
         height=3,
     ),
     d.stat(
-        "Effective MFU, 1 h",
+        "Effective MFU",
         "Model FLOPs of steps completed for the first time, over the peak FLOPs of the GPUs held in the same hour. "
         "Down time counts as GPU time held. Expected: near the MFU of this hour. A lower value means time lost "
         "outside steps or in repeated steps.",
@@ -120,7 +120,7 @@ now = [
         height=3,
     ),
     d.stat(
-        "Price of an hour",
+        "Hourly cost",
         "Cost in US dollars of an hour of all GPUs of the run, at the price per GPU-hour above. Expected: constant.",
         d.Query(f"sum(max by (tenant, run) ({m.RUN_GPUS}{{{LEDGER}}})) * $price"),
         unit="currencyUSD",

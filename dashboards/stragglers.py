@@ -132,7 +132,7 @@ parts = [
         "Compare the gain with the cost of a repair. Expected: empty, because no rank is late.",
         d.Query(f"max by (mended) ({m.RUN_WHATIF_STEP_SECONDS}{{{RUN}}})", "{{mended}} mended"),
         unit="s",
-        no_data="No rank is late, or the run has a pipeline.",
+        no_data="Unknown for a run with a pipeline. Otherwise no rank is late.",
     ),
     d.timeseries(
         "Wait by host",
@@ -187,12 +187,7 @@ parts = [
                 )
                 for name, expr, unit, thresholds in (
                     ("SM clock", str(m.GPU_SM_CLOCK_HERTZ), "hertz", ()),
-                    (
-                        "Throttled",
-                        f"max by (uuid, instance) (rate({m.GPU_CLOCK_EVENT_SECONDS_TOTAL}{{{p.HELD}}}[5m]))",
-                        "percentunit",
-                        p.HELD_BACK,
-                    ),
+                    ("Throttled", p.throttled("uuid"), "percentunit", p.HELD_BACK),
                     ("Temperature", str(m.GPU_TEMPERATURE_CELSIUS), "celsius", p.HOT),
                     ("PCIe lanes", str(m.GPU_PCIE_WIDTH_LANES), "none", ()),
                     ("Xids", f"sum by (uuid, instance) ({m.GPU_XID_ERRORS_TOTAL})", "none", p.ERRORS),

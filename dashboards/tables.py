@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from dashboards.panels import COLUMNS, Json, Mappings, Query, Threshold, mapped, override, panel, ref, steps
 
 # Width in pixels of columns with names. The other columns share the rest.
-WIDTHS = {"Alert": 190, "Severity": 100, "Verdict": 100, "Model": 200, "Node": 120, "Run": 120, "Rank": 80, "GPU": 80}
+WIDTHS = {"Alert": 190, "Severity": 95, "Verdict": 100, "Model": 200, "Node": 115, "Run": 120, "Rank": 72, "GPU": 72}
 WIDTHS |= {
     "PP": 60,
     "DP": 60,
@@ -20,6 +20,9 @@ WIDTHS |= {
     "Serial": 150,
     "PCI": 170,
     "Cluster": 320,
+    "Its GPU": 135,
+    "$ an hour": 108,
+    "Lost": 75,
 }
 CUSTOM = {"align": "auto", "filterable": True, "minWidth": 90}
 

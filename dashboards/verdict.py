@@ -268,6 +268,7 @@ def incidents(run: str, ledger: str) -> str:
 def alerts(run: str, ledger: str) -> d.Json:
     """Return the table of the firing alerts that matter to one run."""
     return findings.firing(
+        "on the run",
         "Alerts of this run, on its hosts, and on no host, one row for each incident.",
         incidents(run, ledger),
         "Rank",

@@ -64,11 +64,15 @@ def read(prometheus: PrometheusApi, run: str) -> Summary:
         'group by (alertname, severity) (ALERTS{alertstate="firing",alertname!="FlopwatchWatchdog"})'
     )
     return Summary(
+        # Both from the ledger, so that they are of the same moment. The MFU of the ranks until the ledger has one.
         mfu=prometheus.value(
-            f"sum(increase({m.TRAINING_MODEL_FLOPS_TOTAL}{this}[1d]))"
+            f"max({m.RUN_MODEL_FLOPS_TOTAL}{this}) / (max({m.RUN_STEP_CAPACITY_FLOPS_TOTAL}{this}) > 0)"
+            f" or sum(increase({m.TRAINING_MODEL_FLOPS_TOTAL}{this}[1d]))"
             f" / (sum(increase({m.TRAINING_CAPACITY_FLOPS_TOTAL}{this}[1d])) > 0)"
         ),
-        effective_mfu=prometheus.value(f"max({recording.EFFECTIVE_MFU}{this})"),
+        effective_mfu=prometheus.value(
+            f"max({m.RUN_RETAINED_FLOPS_TOTAL}{this}) / (max({m.RUN_CAPACITY_FLOPS_TOTAL}{this}) > 0)"
+        ),
         goodput=prometheus.value(f"max({recording.GOODPUT}{this})"),
         ettr=prometheus.value(f"max({recording.ETTR}{this})"),
         step_seconds=prometheus.value(f"max({recording.STEP_DURATION}{this})"),

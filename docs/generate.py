@@ -16,7 +16,7 @@ import yaml
 
 from alerts import AlertSettings
 from alerts.recording import EVERY, records
-from docs import commands
+from docs import commands, dcgm_series
 from docs.completion import scripts
 from docs.levels import core, core_json
 from docs.manual import man_pages
@@ -241,6 +241,13 @@ def health_rules() -> str:
     return table(header, rules) + "\nBetween the two looks of `--seconds`:\n\n" + table(header, rises)
 
 
+def series_of_dcgm() -> str:
+    """Return the tables of docs/dcgm.md: the series that dcgm-exporter alone can feed, and those that it cannot."""
+    header = "series | until 4.8 | from 4.9 | by default | made from"
+    made = table(header, dcgm_series.fed())
+    return f"{made}\nThese have no source:\n\n{table('series | reason', dcgm_series.absent())}"
+
+
 def between_marks(path: Path, content: str) -> str:
     """Return the text of a file with `content` between its comments NOTICE and END. Raises ValueError without them."""
     text = path.read_text(encoding="utf-8")
@@ -298,6 +305,7 @@ def _line(page: Path) -> str:
 def pages() -> dict[Path, str]:
     """Return the content of every file that this module writes, by path."""
     readme, check = ROOT / "README.md", ROOT / "docs" / "check.md"
+    dcgm = ROOT / "docs" / "dcgm.md"
     stragglers, accuracy = ROOT / "docs" / "stragglers.md", ROOT / "docs" / "accuracy.md"
     verdicts = json.loads(VERDICTS.read_text())
     return {
@@ -308,6 +316,7 @@ def pages() -> dict[Path, str]:
         ROOT / "docs" / "llms.txt": llms(),
         CORE: core_json(),
         check: between_marks(check, health_rules()),
+        dcgm: between_marks(dcgm, series_of_dcgm()),
         stragglers: between_marks(stragglers, confusion.summary(verdicts) + "\n"),
         accuracy: between_marks(accuracy, confusion.markdown(verdicts) + "\n"),
         readme: between_marks(readme, key_metrics()),

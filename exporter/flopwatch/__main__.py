@@ -7,12 +7,22 @@ import sys
 from collections.abc import Callable, Sequence
 
 import flopwatch
-from flopwatch.commands import Parser, run
+from flopwatch.commands import Parser, checkout_command, run
 from flopwatch.settings import SettingsError
 
-# Modules of flopwatch.commands, in the order of --help.
+# Modules of flopwatch.commands and names in CHECKOUT, in the order of --help.
 COMMANDS: tuple[str, ...] = ("exporter", "doctor", "ledger", "maintenance", "metrics", "check", "run", "top", "report")
 COMMANDS += ("size", "boards", "flops", "peak", "whatif", "stacks", "simulate", "capture", "kmsg")
+CHECKOUT = {  # package of the source tree with the code of a command, and its text in --help
+    "size": (
+        "bench",
+        "estimate what a cluster needs: series, samples, memory, disk, network, and whether one Prometheus will do",
+    ),
+    "simulate": (
+        "simulator",
+        "simulate a fleet with faults in virtual time and compare the ledger's figures with the truth",
+    ),
+}
 UNKNOWN = 3  # exit status of `check` if it cannot tell: https://nagios-plugins.org/doc/guidelines.html
 
 
@@ -59,7 +69,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"flopwatch {flopwatch.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name in COMMANDS:
-        importlib.import_module(f"flopwatch.commands.{name}").add(commands)
+        if name in CHECKOUT:
+            checkout_command(commands, name, *CHECKOUT[name])
+        else:
+            importlib.import_module(f"flopwatch.commands.{name}").add(commands)
     return parser
 
 

@@ -353,10 +353,21 @@ spec:
       {{- end }}
 {{- end }}
 
-{{- /* The rules of some tiers, as text; alertLabels, and the namespace that an AlertmanagerConfig asks for, are on every
-alert. Takes a list: the root, and the tiers. */}}
+{{- /* Names of the rule files: those of rules.tiers, and "dcgm" next to "host", which makes the series that it reads. As
+JSON. */}}
+{{- define "flopwatch.ruleFiles" -}}
+{{- $files := .Values.rules.tiers }}
+{{- if and .Values.rules.dcgm (has "host" $files) }}
+{{- $files = append $files "dcgm" }}
+{{- end }}
+{{- toJson $files }}
+{{- end }}
+
+{{- /* The rules of some files, as text; alertLabels, and the namespace that an AlertmanagerConfig asks for, are on every
+alert, and not on the series of "dcgm". Takes a list: the root, and names of files. */}}
 {{- define "flopwatch.rules" -}}
-{{- $tiers := index . 1 }}
+{{- $tiers := without (index . 1) "dcgm" }}
+{{- $dcgm := has "dcgm" (index . 1) }}
 {{- with index . 0 }}
 {{- /* .Files.Get, because the alerts' own templates are Prometheus' business, not Helm's. */}}
 {{- $rules := "groups:\n" }}
@@ -378,6 +389,9 @@ alert. Takes a list: the root, and the tiers. */}}
 {{- end }}
 {{- with $labels }}
 {{- $rules = replace "\n    labels:\n" (printf "\n    labels:\n%s\n" (toYaml . | indent 6)) $rules }}
+{{- end }}
+{{- if $dcgm }}
+{{- $rules = printf "%s%s" $rules (regexReplaceAll "(?s)^.*?groups:\n" (.Files.Get "files/optional/dcgm.yaml") "") }}
 {{- end }}
 {{- $rules }}
 {{- end }}

@@ -319,14 +319,16 @@ def test_a_run_s_board_begins_with_rank_host_gpu_cause_and_cost_above_the_fold(
             rf"{LATE.capitalize()} costs \d+ % of each step: GPU {STRAGGLER[1]} throttles by heat. \$\d+ an hour."
         )
     )
-    for title in ("Verdict", "State", "Cost", "Suspects", "Firing alerts"):
+    for title in ("Verdict", "State", "Cost", "Suspects", "Firing alerts on the run"):
         panel = page.locator(f'[data-panel="{title}"]')
         expect(panel).to_have_attribute("data-state", "ok")
         box = panel.bounding_box()
         assert box is not None
         assert box["y"] + box["height"] <= 900, title
     # As critical and as warning it is one incident.
-    alerts = page.locator('[data-panel="Firing alerts"]').get_by_role("row").filter(has_text="TrainingStraggler")
+    alerts = (
+        page.locator('[data-panel="Firing alerts on the run"]').get_by_role("row").filter(has_text="TrainingStraggler")
+    )
     expect(alerts).to_have_count(1)
     expect(alerts).to_contain_text("critical")
     expect(alerts).to_contain_text(Topology.host(STRAGGLER[0]))

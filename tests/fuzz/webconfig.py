@@ -19,9 +19,9 @@ def target(data: bytes) -> None:
 
 
 def _check(config: WebConfig) -> None:
-    for name, value in config.headers:
+    for name, value in config.http_server_config.headers.items():
         assert name.isascii()
         assert value.isascii()
         assert value.isprintable()
-    for stored in config.users.values():
+    for stored in config.basic_auth_users.values():
         assert MIN_COST <= int(stored.split("$")[2]) <= MAX_COST

@@ -22,13 +22,14 @@ import pytest
 import yaml
 
 import flopwatch
-from alerts import TIERS, AlertSettings, alertmanager_yaml, rules, rules_yaml
+from alerts import TIERS, AlertSettings, alertmanager_yaml, as_yaml, rules, rules_yaml
+from alerts.dcgm import dcgm_rules
 from dashboards.__main__ import BOARDS
 from flopwatch.http import web_config
 from flopwatch.node.collectors.identity.topology import SERVICE_ACCOUNT
 from flopwatch.node.health import expectations
 from flopwatch.settings import KUBELET_SOCKET, Address, BoardsSettings, ExporterSettings, LedgerSettings
-from helm.generate import readme, routing
+from helm.generate import comments, readme, routing
 from tests.support import ROOT
 from tests.support.chart import (
     CHART,
@@ -264,8 +265,7 @@ def test_a_ledger_behind_tls_is_asked_by_its_name_and_only_it_has_the_key() -> N
     (secret,) = [volume["secret"]["secretName"] for name, volume in volumes.items() if name == "tls"]
     assert secret == "flopwatch-ledger-tls"
     (folder,) = [path for path, (name, _) in folders.items() if name == "tls"]
-    tls = web_config.parse(text).tls
-    assert tls is not None
+    tls = web_config.parse(text).tls_server_config
     assert tls.files == (Path(folder, "tls.crt"), Path(folder, "tls.key")), "as cert-manager names them"
     for probe in ("livenessProbe", "readinessProbe"):
         assert container(statefulset)[probe]["httpGet"]["scheme"] == "HTTPS"
@@ -838,6 +838,7 @@ def test_an_operator_before_0_66_gets_rules_without_keep_firing_for() -> None:
     ("name", "content"),
     [
         *((f"files/rules/{tier}.yaml", rules_yaml(AlertSettings(), tier)) for tier in TIERS),
+        ("files/optional/dcgm.yaml", as_yaml(dcgm_rules(AlertSettings()))),
         ("files/alertmanager.yml", alertmanager_yaml(AlertSettings())),
         ("files/routing.yaml", routing()),
         ("README.md", readme()),
@@ -857,7 +858,8 @@ def test_the_charts_readme_has_every_value_with_its_default_and_no_comment_is_cu
             value = value[key]
         assert value == default, name
     assert {name.split(".")[0] for name in named} == set(values)
-    assert named["exporter.kernelLog"][1].endswith("(docs/privileges.md).")
+    # A line of a comment that looks like the name of a value would end the comment.
+    assert comments((CHART / "values.yaml").read_text(encoding="utf-8")).keys() == named.keys()
 
 
 def test_what_is_only_of_the_charts_making_is_not_packaged(tmp_path: Path) -> None:

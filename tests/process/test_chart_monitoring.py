@@ -29,6 +29,7 @@ import yaml
 
 import flopwatch
 from alerts import TIERS, AlertSettings, rules
+from alerts.dcgm import dcgm_rules
 from demo.servers import find
 from tests.support import ROOT
 from tests.support.chart import (
@@ -522,6 +523,31 @@ def test_helm_3_lints_the_chart_and_makes_what_helm_4_does(helm3: str, variant: 
         return objects
 
     assert comparable(objects_of({"all.yaml": template.stdout})) == comparable(render(variant))
+
+
+@pytest.mark.parametrize("kind", ["prometheusrule", "vmrule", "configmap"])
+def test_rules_for_dcgm_exporter_are_added_on_request_without_labels_of_alerts(kind: str) -> None:
+    def groups(**values: object) -> list[Json]:
+        files = files_of({"rules": {"kind": kind, "alertLabels": {"cluster": "a"}, "labels": FALLBACK, **values}})
+        objects = objects_of({name: text for name, text in files.items() if name == "rules.yaml"})
+        specs = [one.get("spec") or yaml.safe_load(one["data"]["flopwatch.yaml"]) for one in objects.values()]
+        return [group for spec in specs for group in spec["groups"]]
+
+    names = [group["name"] for group in groups()]
+    added = [group for group in groups(dcgm=True) if group["name"] not in names]
+    assert {"groups": added} == dcgm_rules(AlertSettings())
+    assert [group for group in groups(dcgm=True) if group["name"] in names] == groups()
+    assert groups(dcgm=True, tiers=["run", "fleet"]) == groups(tiers=["run", "fleet"])
+
+
+def test_notes_explain_when_rules_for_dcgm_exporter_have_no_effect() -> None:
+    def printed(**values: object) -> str:
+        return files_of({"rules": values})["NOTES.txt"]
+
+    assert "GPUs that only a dcgm-exporter serves have our series too" in printed(dcgm=True)
+    assert "rules.dcgm has no effect with rules.kind=none" in printed(dcgm=True, kind="none")
+    assert "rules.dcgm has no effect, because rules.tiers lacks host" in printed(dcgm=True, tiers=["run"])
+    assert "dcgm-exporter" not in printed()
 
 
 GOLDENS = ("defaults", "plain-prometheus", "victoria-metrics", "routing", "boards")

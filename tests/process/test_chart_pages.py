@@ -170,3 +170,6 @@ def test_the_tutorials_log_of_helm_test_has_what_the_check_prints() -> None:
     made: Any = rules(AlertSettings())
     count = sum(len(group["rules"]) for group in made["groups"])
     assert f"our {count} rules" in log
+    (failure,) = re.findall(r"fails with `([^`]+)`", page)
+    for part in failure.split(" null: "):
+        assert part in script

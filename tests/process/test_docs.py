@@ -142,12 +142,17 @@ BLOCKS: dict[str, dict[str, Ran | Elsewhere | Needs]] = {
     "dashboards.md": {"flopwatch boards": PAGE},
     "dcgm.md": {"flopwatch exporter --dcgm": Elsewhere("tests/unit/node/collectors/test_dcgm.py")},
     "first-straggler.md": {
+        "make demo": Elsewhere("tests/e2e/test_demo.py"),
         "flopwatch exporter --simulate": Ran(
             r'training_collective_wait_seconds_total\{run="first",rank="3"\} 0*\.?0*[1-9]',
             # A slow machine needs longer, and a fast one less.
             replace=(("sleep 20", WAITS),),
         ),
-        "flopwatch ledger list": Ran(r"first +running(.|\n)*productive", before=WAIT_FOR_LEDGER),
+        "flopwatch ledger list": Ran(
+            r"first +running(.|\n)*productive(.|\n)*late ranks \(rank, \d+\.\d% of each step\): rank 2 on ",
+            before="until flopwatch ledger show first --url http://127.0.0.1:9450 | grep 'late ranks (rank'; do\n"
+            "sleep 1; done",
+        ),
     },
     "for-oncall.md": {"flopwatch check -v": Elsewhere("tests/process/test_check.py")},
     "frameworks.md": {"export FLOPWATCH_RUN": Elsewhere("tests/torch/test_frameworks_docs.py")},
@@ -395,7 +400,7 @@ def test_the_blocks_that_can_run_do(page: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["dcgm", "faq", "first-straggler", "threats"])
 def test_every_series_that_is_named_exists(name: str) -> None:
     text = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
-    series = re.compile(r"(?<![\w./:-])(?:gpu|training|run|infiniband|nvlink|flopwatch)_[a-z_]+(?![\w*/-])")
+    series = re.compile(r"(?<![\w./:\"-])(?:gpu|training|run|infiniband|nvlink|flopwatch)_[a-z_]+(?![\w*/-])")
     named = {name for quoted in re.findall(r"`([^`\n]+)`", text) for name in series.findall(quoted)}
     assert named
     assert {one for one in named if one not in BY_NAME and not one.endswith("_")} == set()

@@ -153,8 +153,7 @@ def test_in_the_middle_of_a_cluster_the_ledger_is_behind_tls_and_all_else_as_it_
     assert central["ledger"]["command"] == [*plain, f"--web-config={web}"]
     folder = dict(bind_mounts({"ledger": central["ledger"]}))
     assert folder == {COMPOSE / "tls": str(web.parent)}
-    tls = web_config.parse((COMPOSE / "tls" / web.name).read_text()).tls
-    assert tls is not None
+    tls = web_config.parse((COMPOSE / "tls" / web.name).read_text()).tls_server_config
     assert [file.name for file in tls.files] == ["server.crt", "server.key"]
     before, after = (
         yaml.safe_load((COMPOSE / f"{name}.yml").read_text()) for name in ("prometheus", "prometheus-central")

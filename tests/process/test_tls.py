@@ -186,7 +186,7 @@ def test_prometheus_shows_its_password_to_the_ledger_and_exporters_their_token(s
     [
         ({"FLOPWATCH_TOKEN_FILE": "token"}, "CERTIFICATE_VERIFY_FAILED"),
         ({"FLOPWATCH_TOKEN_FILE": "token", "FLOPWATCH_CA_FILE": "none.crt"}, "cannot use the CA file"),
-        ({"FLOPWATCH_CA_FILE": "ca/ca.crt"}, "the answer is 401"),
+        ({"FLOPWATCH_CA_FILE": "ca/ca.crt"}, "the answer is 401: send Authorization"),
     ],
 )
 def test_a_hook_without_the_right_ca_or_token_trains_on_and_logs_it(

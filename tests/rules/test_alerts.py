@@ -16,8 +16,9 @@ import promql_parser
 import pytest
 import yaml
 
-from alerts import TIERS, Alert, AlertSettings, alertmanager_yaml, alerts, records, rules, rules_yaml
+from alerts import TIERS, Alert, AlertSettings, alertmanager_yaml, alerts, as_yaml, records, rules, rules_yaml
 from alerts.__main__ import main
+from alerts.dcgm import dcgm_rules
 from alerts.recording import EVERY
 from alerts.settings import duration
 from demo.servers import Servers, find
@@ -317,7 +318,9 @@ def test_pagerduty_receives_firing_alerts(render: Callable[[str], str]) -> None:
 def test_the_command_writes_all_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main([str(tmp_path / "out"), "--pace", "15", "--page-min-gpus", "8", "--watchdog-url", "http://127.0.0.1:1/"])
     settings = AlertSettings(pace=15, page_min_gpus=8, watchdog_url="http://127.0.0.1:1/")
-    written = *(tmp_path / "out" / "rules" / f"{tier}.yaml" for tier in TIERS), tmp_path / "out" / "alertmanager.yml"
-    contents = [*(rules_yaml(settings, tier) for tier in TIERS), alertmanager_yaml(settings)]
+    names = *(f"rules/{tier}.yaml" for tier in TIERS), "optional/dcgm.yaml", "alertmanager.yml"
+    written = [tmp_path / "out" / name for name in names]
+    optional = as_yaml(dcgm_rules(settings))
+    contents = [*(rules_yaml(settings, tier) for tier in TIERS), optional, alertmanager_yaml(settings)]
     assert [path.read_text() for path in written] == contents
     assert capsys.readouterr().out.splitlines() == [str(path) for path in written]

@@ -33,7 +33,7 @@ OBJECTS: dict[tuple[str, ...], tuple[str, str, str]] = {
     ("uuid",): ("gpu", "Health", "Findings"),
     ("host", "device", "port"): ("fabric", "Unhealthy ports", "Findings"),
     ("host",): ("node", "Health", "Findings"),
-    ("run",): ("run", "Health", "Firing alerts"),
+    ("run",): ("run", "Health", "Firing alerts on the run"),
 }
 # What claims that whole objects are well while its panel is empty, or 0.
 CLAIM = re.compile(r"\b(all|each|every|everything|healthy|well|fine|good|ok|needs?|problems?|alert fires)\b")
@@ -132,9 +132,9 @@ def expected(labels: dict[str, str], group: Json) -> Iterator[str]:
     if labels.get("host"):
         yield f"({query('fleet', 'Unhealthy hosts', chosen)}) > bool 0"
     if labels.get("leaf"):
-        yield lists("fabric", "Firing alerts")
+        yield lists("fabric", "Firing alerts on leaves")
     if labels["alertname"].startswith("Flopwatch"):
-        yield lists("monitor", "Firing alerts")
+        yield lists("monitor", "Firing alerts on the monitoring")
     yield lists("fleet", "Findings")
 
 

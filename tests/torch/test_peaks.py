@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from flopwatch.__main__ import main
-from flopwatch.flops.peaks import DTYPES, Peak, UnknownPeak, override, peak
+from flopwatch.flops.peaks import DTYPES, Peak, UnknownPeak, peak
+from flopwatch.training import Run
 from tests.support import ROOT, TESTS
 
 # Figures from data sheets, including the names that must be refused.
@@ -76,9 +77,11 @@ def test_a_peak_has_its_source() -> None:
     assert peak("NVIDIA B200", "bf16") == Peak(2250e12, "NVIDIA DGX B200 datasheet / 8")
 
 
-def test_an_override_is_labelled_as_one() -> None:
-    assert override(7e14) == Peak(7e14, "override")
-    assert override(7e14, "measured") == Peak(7e14, "override: measured")
+@pytest.mark.parametrize(("source", "label"), [(None, "override"), ("measured", "override: measured")])
+def test_a_peak_that_is_passed_is_labelled_as_an_override(source: str | None, label: str) -> None:
+    run = Run("llama", peak_flops=7e14, peak_source=source, environ={"FLOPWATCH_DISABLE": "1"})
+    run.finish()
+    assert (run._info.peak, run._info.peak_source) == (7e14, label)
 
 
 # SMs x FLOP per clock and SM x boost clock of the data sheet.

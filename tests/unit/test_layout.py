@@ -55,7 +55,7 @@ def test_no_file_is_longer_than_500_lines() -> None:
     assert {path: len(lines) for path, lines, _ in modules(*HOUSE) if len(lines) > 500} == {}
 
 
-def test_the_wheel_has_at_most_34_780_lines_of_python() -> None:
+def test_the_wheel_has_at_most_34_460_lines_of_python() -> None:
     """It was 30,000 until the verdicts moved into the ledger, and 32,350 until NCCL's RAS was asked.
 
     NCCL Inspector added 900: parsers of its four formats, a bounded reader of its files, and the join to ranks. Its
@@ -63,8 +63,10 @@ def test_the_wheel_has_at_most_34_780_lines_of_python() -> None:
     pushes 150, and the two levels of series 90. PyTorch's flight recorder, messages of pipelines and kept connections
     added 445. The ledger's types and other deletions took 490 away. The terminal (`flopwatch top`, `run --top` and the
     summary at the end of a run) added 405. Pushes without OpenTelemetry's SDK took 37 away.
+    Health rules, fields of NVML and DCGM and the like took 280 away as CSV files, which are not counted here, and other
+    deletions 90.
     """
-    assert sum(len(lines) for _, lines, _ in modules("exporter")) <= 34_780
+    assert sum(len(lines) for _, lines, _ in modules("exporter")) <= 34_460
 
 
 def test_no_class_has_more_than_30_methods_but_the_simulated_driver() -> None:

@@ -53,8 +53,3 @@ def peak(nvml_name: str, dtype: str) -> Peak:
     if not row[dtype]:
         raise UnknownPeak(f"{nvml_name!r} has no {dtype} peak in the table")
     return Peak(float(Decimal(row[dtype]) * 10**12), row["basis"])
-
-
-def override(flops_per_second: float, source: str = "") -> Peak:
-    """Return a declared peak in place of the table's. The source of the result begins with "override"."""
-    return Peak(flops_per_second, f"override: {source}" if source else "override")

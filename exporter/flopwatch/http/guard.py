@@ -30,7 +30,10 @@ def guarded(app: App, names: Collection[str] = ()) -> App:
     """Return `app` without requests that a page of another site made, or whose Host header is not one of `names`."""
 
     async def guard(scope: Scope, receive: Callable[..., Any], send: Callable[..., Any]) -> None:
-        refused = refusal(scope, names) if scope["type"] == "http" else None
+        refused = None
+        if scope["type"] == "http":
+            headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+            refused = refusal(scope["method"], headers, names)
         if refused is None:
             await app(scope, receive, send)
         else:
@@ -48,25 +51,20 @@ def hostname(host: str) -> str:
 
 def refuses(method: str, headers: Mapping[str, str], names: Collection[str]) -> bool:
     """Return whether `guarded` refuses a request with this method and these headers, whose names are in lower case."""
-    scope = {"method": method, "headers": [(name.encode(), value.encode()) for name, value in headers.items()]}
-    return refusal(scope, names) is not None
+    return refusal(method, headers, names) is not None
 
 
-def refusal(scope: Scope, names: Collection[str]) -> tuple[int, str] | None:
-    """Return status and reason with which to refuse a request, or None."""
-    headers = {name: value.decode("latin-1") for name, value in scope["headers"] if name in _READ}
-    host = headers.get(b"host", "")
+def refusal(method: str, headers: Mapping[str, str], names: Collection[str]) -> tuple[int, str] | None:
+    """Return status and reason with which to refuse a request, or None. Names of headers are in lower case."""
+    host = headers.get("host", "")
     if names and host and hostname(host) not in names:
         return 421, f"this server answers to {' or '.join(sorted(names))}, not to {host}"
-    site = headers.get(b"sec-fetch-site", "")
-    link = scope["method"] == "GET" and headers.get(b"sec-fetch-mode") == "navigate"
+    site = headers.get("sec-fetch-site", "")
+    link = method == "GET" and headers.get("sec-fetch-mode") == "navigate"
     if site in ("cross-site", "same-site") and not link:
         return 403, "pages of other sites may not send requests to this server"
     # Browsers of before 2023 send Origin only.
-    origin = headers.get(b"origin", "")
+    origin = headers.get("origin", "")
     if not site and origin and origin.partition("://")[2] != host:
         return 403, f"pages of {origin} may not send requests to this server"
     return None
-
-
-_READ = frozenset((b"host", b"sec-fetch-site", b"sec-fetch-mode", b"origin"))

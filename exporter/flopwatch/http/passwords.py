@@ -7,6 +7,8 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
+import bcrypt
+
 MAX_WAITING = 8  # passwords; hashes are computed one at a time, and further passwords are refused
 
 
@@ -56,8 +58,6 @@ class Passwords:
 
 
 def _same(password: bytes, stored: str) -> bool:
-    import bcrypt
-
     try:
         # bcrypt uses 72 bytes of a password. This package refuses longer passwords, others truncate them.
         return bcrypt.checkpw(password[:72], stored.encode())

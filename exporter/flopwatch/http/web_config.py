@@ -6,29 +6,29 @@ on or off and never disables authentication, because editors truncate a file bef
 `ssl` lacks are errors. http2 and prefer_server_cipher_suites have no effect.
 """
 
-import importlib
 import logging
 import os
 import re
 import ssl
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
+import yaml
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from yaml.nodes import MappingNode, Node, SequenceNode
 
+from flopwatch.catalogue.xid import read_table
 from flopwatch.http.passwords import Passwords
 from flopwatch.settings import SettingsError
 
 if TYPE_CHECKING:
     import uvicorn
     from pydantic_core import ErrorDetails
-    from yaml.nodes import Node
 
 log = logging.getLogger(__name__)
 
@@ -41,17 +41,7 @@ CLIENT_AUTH = {
 }
 VERSIONS = {"TLS12": ssl.TLSVersion.TLSv1_2, "TLS13": ssl.TLSVersion.TLSv1_3}
 # OpenSSL's names of the secure suites below TLS 1.3, by Go's names. Suites of TLS 1.3 are not configurable.
-_CIPHERS = {
-    f"TLS_ECDHE_{key}_WITH_{go}": f"ECDHE-{key}-{openssl}"
-    for key in ("RSA", "ECDSA")
-    for go, openssl in (
-        ("AES_128_GCM_SHA256", "AES128-GCM-SHA256"),
-        ("AES_256_GCM_SHA384", "AES256-GCM-SHA384"),
-        ("CHACHA20_POLY1305_SHA256", "CHACHA20-POLY1305"),
-        ("AES_128_CBC_SHA", "AES128-SHA"),
-        ("AES_256_CBC_SHA", "AES256-SHA"),
-    )
-}
+_CIPHERS = {row["go"]: row["openssl"] for row in read_table("tls_cipher_suites.csv")}
 _HEADERS: dict[str, tuple[str, ...]] = {
     "Content-Security-Policy": (),
     "X-Frame-Options": ("deny", "sameorigin"),
@@ -62,67 +52,6 @@ _HEADERS: dict[str, tuple[str, ...]] = {
 _BCRYPT = re.compile(r"\$2[aby]\$([0-9]{2})\$[./A-Za-z0-9]{53}")
 MIN_COST, MAX_COST = 4, 16  # of a bcrypt hash; each step doubles its time, and a cost of 10 takes 50 ms
 MAX_DEPTH = 3  # of keys and indices
-_PACKAGES = "--web-config needs PyYAML and bcrypt; install flopwatch[exporter]"
-
-
-@dataclass(frozen=True, slots=True)
-class Tls:
-    """TLS settings of a listener, with the verification of client certificates."""
-
-    cert_file: Path
-    key_file: Path
-    client_auth: ssl.VerifyMode = ssl.CERT_NONE
-    client_ca_file: Path | None = None
-    min_version: ssl.TLSVersion = ssl.TLSVersion.TLSv1_2
-    max_version: ssl.TLSVersion = ssl.TLSVersion.TLSv1_3
-    ciphers: str = ""
-
-    @property
-    def files(self) -> tuple[Path, ...]:
-        """Return the files with certificates and keys: certificate, key and, if given, the clients' CA."""
-        files = (self.cert_file, self.key_file, self.client_ca_file)
-        return tuple(file for file in files if file is not None)
-
-    def context(self) -> ssl.SSLContext:
-        """Return the listener's TLS context. Raises SettingsError if a file cannot be used."""
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.minimum_version, context.maximum_version = self.min_version, self.max_version
-        for key, file in zip(("cert_file", "key_file", "client_ca_file"), self.files, strict=False):
-            try:
-                file.open("rb").close()
-            except OSError as error:
-                raise SettingsError(f"{key} {file}: {error.strerror}") from None
-        try:
-            if self.ciphers:
-                context.set_ciphers(self.ciphers)
-            # An empty password instead of a prompt on the terminal.
-            context.load_cert_chain(self.cert_file, self.key_file, password="")
-        except OSError as error:
-            raise SettingsError(
-                f"cert_file {self.cert_file} and key_file {self.key_file} cannot be used together: "
-                f"{getattr(error, 'reason', None) or error}"
-            ) from None
-        if self.client_ca_file is not None:
-            try:
-                context.load_verify_locations(self.client_ca_file)
-            except OSError as error:
-                reason = getattr(error, "reason", None) or error
-                raise SettingsError(f"client_ca_file {self.client_ca_file}: {reason}") from None
-        context.verify_mode = self.client_auth
-        return context
-
-
-@dataclass(frozen=True, slots=True)
-class WebConfig:
-    """Content of a web configuration file: TLS, users and response headers."""
-
-    tls: Tls | None = None
-    users: Mapping[str, str] = field(default_factory=dict, repr=False)  # bcrypt hashes by user
-    headers: tuple[tuple[str, str], ...] = ()
-
-    def requires_auth(self) -> bool:
-        """Return whether clients need a password or a certificate."""
-        return bool(self.users) or (self.tls is not None and self.tls.client_auth is ssl.CERT_REQUIRED)
 
 
 _NOTHING = ("", "~", "null")  # null in YAML, or a key without a value
@@ -147,7 +76,13 @@ class _Section(BaseModel):
         return value
 
 
-class _TlsSection(_Section):
+# A file name, which starts at the folder of the web configuration file.
+_File = Annotated[str, AfterValidator(lambda name, info: str(info.context / name) if name else "")]
+
+
+class Tls(_Section):
+    """TLS settings of a listener, with the verification of client certificates. An empty section means no TLS."""
+
     unsupported = {
         "cert": ": put the certificate into a file and name it with cert_file",
         "key": ": put the key into a file and name it with key_file",
@@ -156,17 +91,17 @@ class _TlsSection(_Section):
         "sign client certificates with a CA of their own instead",
         "curve_preferences": ": Python's ssl cannot set it; leave it out",
     }
-    cert_file: str = ""
-    key_file: str = ""
+    cert_file: _File = ""
+    key_file: _File = ""
     client_auth_type: Literal["", "NoClientCert", "VerifyClientCertIfGiven", "RequireAndVerifyClientCert"] = ""
-    client_ca_file: str = ""
+    client_ca_file: _File = ""
     min_version: Literal["", "TLS12", "TLS13"] = ""
     max_version: Literal["", "TLS12", "TLS13"] = ""
     cipher_suites: list[str] = []
     prefer_server_cipher_suites: _Flag = ""
 
     @model_validator(mode="after")
-    def _consistent(self) -> "_TlsSection":
+    def _consistent(self) -> "Tls":
         if not _CIPHERS.keys() >= set(self.cipher_suites):
             raise _wrong("cipher_suites", f"may have {', '.join(_CIPHERS)}")
         for key in ("cert_file", "key_file") if self.model_fields_set else ():
@@ -181,15 +116,39 @@ class _TlsSection(_Section):
             raise _wrong("client_auth_type", f"{auth} needs a client_ca_file to verify with")
         return self
 
-    def settings(self, base: Path) -> Tls | None:
-        """Return the TLS settings, or None for an empty section. Relative file names start at `base`."""
-        if not self.model_fields_set:
-            return None
-        auth, ca_file = CLIENT_AUTH[self.client_auth_type or "NoClientCert"], self.client_ca_file
-        lowest, highest = VERSIONS[self.min_version or "TLS12"], VERSIONS[self.max_version or "TLS13"]
-        ciphers = ":".join(_CIPHERS[suite] for suite in self.cipher_suites)
-        ca = base / ca_file if ca_file else None
-        return Tls(base / self.cert_file, base / self.key_file, auth, ca, lowest, highest, ciphers)
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """Return the files with certificates and keys: certificate, key and, if given, the clients' CA."""
+        return tuple(Path(file) for file in (self.cert_file, self.key_file, self.client_ca_file) if file)
+
+    def context(self) -> ssl.SSLContext:
+        """Return the listener's TLS context. Raises SettingsError if a file cannot be used."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = VERSIONS[self.min_version or "TLS12"]
+        context.maximum_version = VERSIONS[self.max_version or "TLS13"]
+        for key, file in zip(("cert_file", "key_file", "client_ca_file"), self.files, strict=False):
+            try:
+                file.open("rb").close()
+            except OSError as error:
+                raise SettingsError(f"{key} {file}: {error.strerror}") from None
+        try:
+            if self.cipher_suites:
+                context.set_ciphers(":".join(_CIPHERS[suite] for suite in self.cipher_suites))
+            # An empty password instead of a prompt on the terminal.
+            context.load_cert_chain(self.cert_file, self.key_file, password="")
+        except OSError as error:
+            raise SettingsError(
+                f"cert_file {self.cert_file} and key_file {self.key_file} cannot be used together: "
+                f"{getattr(error, 'reason', None) or error}"
+            ) from None
+        if self.client_ca_file:
+            try:
+                context.load_verify_locations(self.client_ca_file)
+            except OSError as error:
+                reason = getattr(error, "reason", None) or error
+                raise SettingsError(f"client_ca_file {self.client_ca_file}: {reason}") from None
+        context.verify_mode = CLIENT_AUTH[self.client_auth_type or "NoClientCert"]
+        return context
 
 
 def _checked_users(users: dict[str, str]) -> dict[str, str]:
@@ -223,11 +182,17 @@ class _HttpSection(_Section):
     headers: Annotated[dict[str, str], _EMPTY, AfterValidator(_checked_headers)] = {}
 
 
-class _WebFile(_Section):
+class WebConfig(_Section):
+    """Content of a web configuration file: TLS, response headers, and bcrypt hashes by user."""
+
     unsupported = {"rate_limit": "; a scrape within a second of another shares its answer"}
-    tls_server_config: _TlsSection = _TlsSection()
+    tls_server_config: Tls = Tls()
     http_server_config: _HttpSection = _HttpSection()
-    basic_auth_users: Annotated[dict[str, str], _EMPTY, AfterValidator(_checked_users)] = {}
+    basic_auth_users: Annotated[dict[str, str], _EMPTY, AfterValidator(_checked_users)] = Field(default={}, repr=False)
+
+    def requires_auth(self) -> bool:
+        """Return whether clients need a password or a certificate."""
+        return bool(self.basic_auth_users) or self.tls_server_config.client_auth_type == "RequireAndVerifyClientCert"
 
 
 _PROBLEMS = {"list_type": "is not a list of names", "string_type": "is not a plain value"}
@@ -242,11 +207,9 @@ def parse(text: str, base: Path = Path()) -> WebConfig:
     lines: dict[Loc, int] = {}
     content = _plain(_compose(text), (), lines)
     try:
-        file = _WebFile.model_validate(content)
+        return WebConfig.model_validate(content, context=base)
     except ValidationError as error:
         raise SettingsError(_message(error.errors()[0], lines)) from None
-    headers = tuple(file.http_server_config.headers.items())
-    return WebConfig(file.tls_server_config.settings(base), file.basic_auth_users, headers)
 
 
 def _message(error: "ErrorDetails", lines: Mapping[Loc, int]) -> str:
@@ -267,12 +230,8 @@ def _message(error: "ErrorDetails", lines: Mapping[Loc, int]) -> str:
     return f"line {lines[loc]}: {''.join(f'{name}: ' for name in sections[-1:])}{key} {problem}"
 
 
-def _compose(text: str) -> "Node | None":
+def _compose(text: str) -> Node | None:
     """Return the root node of a YAML document, without constructing Python objects. Raises SettingsError."""
-    try:
-        import yaml
-    except ImportError:
-        raise SettingsError(_PACKAGES) from None
     try:
         return yaml.compose(text, Loader=yaml.BaseLoader)
     except yaml.MarkedYAMLError as error:
@@ -286,10 +245,8 @@ def _compose(text: str) -> "Node | None":
         raise SettingsError("this is not a web configuration: it is nested too deeply") from None
 
 
-def _plain(node: "Node | None", loc: Loc, lines: dict[Loc, int]) -> Any:
+def _plain(node: Node | None, loc: Loc, lines: dict[Loc, int]) -> Any:
     """Return a YAML node as strings, lists and dictionaries, and add each line to `lines`. Raises SettingsError."""
-    from yaml import MappingNode, SequenceNode
-
     lines[loc] = 1 if node is None else node.start_mark.line + 1
     if len(loc) > MAX_DEPTH:  # an alias may refer to a node that contains it
         raise SettingsError(f"line {lines[loc]}: this is nested too deeply")
@@ -332,16 +289,11 @@ class Web:
         self._seen = {self._file: _signature(self._file)}
         try:
             config = parse(self._file.read_text(errors="replace"), self._file.parent)
-            if config.users:
-                importlib.import_module("bcrypt")  # if it is missing, fail now instead of at the first password
-            if config.tls is None:
-                return config, None
-            self._seen |= {file: _signature(file) for file in config.tls.files}
-            return config, config.tls.context()
+            tls = config.tls_server_config
+            self._seen |= {file: _signature(file) for file in tls.files}
+            return config, tls.context() if tls.files else None
         except OSError as error:
             raise SettingsError(f"{self._name}: {error.strerror}") from None
-        except ImportError:
-            raise SettingsError(_PACKAGES) from None
         except SettingsError as error:
             raise SettingsError(f"{self._name}: {error}") from None
 
@@ -387,12 +339,11 @@ class Web:
                 await app(scope, receive, send)
                 return
             self.refresh()
-            config = self.config
-            send = _with_headers(send, config.headers)
+            send, users = _with_headers(send, self.config.http_server_config.headers), self.config.basic_auth_users
             allowed: bool | None = True
-            if config.users and (own is None or not str(scope["path"]).startswith(own)):
+            if users and (own is None or not str(scope["path"]).startswith(own)):
                 given = [bytes(value) for name, value in scope["headers"] if name == b"authorization"]
-                allowed = await self._passwords.check(config.users, given[0] if len(given) == 1 else b"")
+                allowed = await self._passwords.check(users, given[0] if len(given) == 1 else b"")
             if allowed:
                 await app(scope, receive, send)
             elif allowed is None:
@@ -416,10 +367,10 @@ class ReloadingSSLContext(ssl.SSLContext):
         return self.web.context.wrap_bio(*arguments, **keywords)
 
 
-def _with_headers(send: Send, headers: tuple[tuple[str, str], ...]) -> Send:
+def _with_headers(send: Send, headers: Mapping[str, str]) -> Send:
     if not headers:
         return send
-    added = [(name.lower().encode(), value.encode()) for name, value in headers]
+    added = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
 
     async def sending(message: Message) -> None:
         if message["type"] == "http.response.start":

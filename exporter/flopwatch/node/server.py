@@ -72,7 +72,7 @@ def _checked(settings: ExporterSettings) -> tuple[Web | None, Web | None]:
     http_server.check_token("--otlp-token-file", settings.otlp_token_file)
     http_server.check_token("--ledger-token-file", settings.ledger_token_file)
     web, otlp_web = _web("--web-config", settings.web_config), _web("--otlp-web-config", settings.otlp_web_config)
-    if otlp_web is not None and otlp_web.config.users:
+    if otlp_web is not None and otlp_web.config.basic_auth_users:
         raise SettingsError(
             f"--otlp-web-config {settings.otlp_web_config}: training processes send a token and no "
             "password; leave out basic_auth_users and give --otlp-token-file FILE"

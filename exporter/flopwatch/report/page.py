@@ -111,7 +111,7 @@ def _tiles(report: RunReport) -> list[dict[str, Any]]:
 
 
 def _energy(report: RunReport) -> dict[str, Any]:
-    """Return the tile of the energy of the run's GPUs, or with what it needs if it is unknown."""
+    """Return the tile of the energy of the run's GPUs."""
     energy = report.energy
     if energy is None:
         return _tile("Energy of the GPUs", "unknown", ["needs the energy of every rank's GPU and the recording rules"])

@@ -80,30 +80,21 @@ class RunQueries:
         """Return the series of a query over the run's time."""
         return self._prometheus.query_range(query, self._begin, self._end, self._step)
 
-    def mfu_over_time(self) -> list[tuple[float, float]]:
-        """Return the run's MFU over time, as points (Unix time, ratio from 0 to 1)."""
-        return [point for series in self.over(f"max by (run) ({RUN_MFU}{self.training})") for point in series.points]
+    def over_time(self, record: str) -> list[tuple[float, float]]:
+        """Return a recording rule's series of the run over the run's time, as points (Unix time, value)."""
+        return [point for series in self.over(f"max by (run) ({record}{self.training})") for point in series.points]
 
     def energy(self) -> EnergySummary | None:
         """Return the energy of the run's GPUs while it was measured for all of them, None if it never was."""
-        power, steps, tokens = (
-            {
-                time: value
-                for series in self.over(f"max by (run) ({record}{self.training})")
-                for time, value in series.points
-            }
-            for record in (POWER, STEPS, TOKENS)
-        )
-
-        def joules_per(rate: dict[float, float]) -> float | None:
-            both = power.keys() & rate.keys()
-            total = sum(rate[time] for time in both)
-            return sum(power[time] for time in both) / total if total > 0 else None
-
+        power, steps, tokens = (dict(self.over_time(record)) for record in (POWER, STEPS, TOKENS))
         if not power:
             return None
-        joules, seconds = sum(power.values()) * self._step, len(power) * self._step
-        return EnergySummary(joules, seconds, joules_per(steps), joules_per(tokens))
+        means = []
+        for rate in (steps, tokens):
+            both = power.keys() & rate.keys()
+            total = sum(rate[time] for time in both)
+            means.append(sum(power[time] for time in both) / total if total > 0 else None)
+        return EnergySummary(sum(power.values()) * self._step, len(power) * self._step, *means)
 
     def declared(self) -> dict[str, str]:
         """Return what the run declared, such as its FLOPs convention, dtype, source of the peak and owner, by label."""

@@ -5,6 +5,7 @@ Layout, identities, idle and full-load values are those of captured H100 nodes (
 
 from typing import Any
 
+from flopwatch.catalogue.xid import read_table
 from flopwatch.simulate import pci
 
 GPUS = 8
@@ -45,21 +46,8 @@ LINK_RATES = {400: "4X NDR", 200: "2X NDR", 100: "1X NDR", 50: "1X HDR", 25: "1X
 # Bytes a fully busy GPU sends per second, through PCIe to its rail and through its NVLinks to its peers.
 PCIE_RATE, NVLINK_RATE = LINE_SHARE * 50e9, 0.3 * NVLINKS * NVLINK_SPEED * 1e6
 STICKS_AT = {"counters/symbol_error": 65535, "counters/link_downed": 255, "counters/port_xmit_wait": 2**32 - 1}
-_COUNTERS = (
-    "VL15_dropped excessive_buffer_overrun_errors link_downed link_error_recovery local_link_integrity_errors "
-    "multicast_rcv_packets multicast_xmit_packets port_rcv_constraint_errors port_rcv_data port_rcv_errors "
-    "port_rcv_packets port_rcv_remote_physical_errors port_rcv_switch_relay_errors port_xmit_constraint_errors "
-    "port_xmit_data port_xmit_discards port_xmit_packets port_xmit_wait symbol_error unicast_rcv_packets "
-    "unicast_xmit_packets"
-)
-_HW_COUNTERS = (
-    "duplicate_request implied_nak_seq_err lifespan local_ack_timeout_err out_of_buffer out_of_sequence "
-    "packet_seq_err req_cqe_error req_cqe_flush_error req_remote_access_errors req_remote_invalid_request "
-    "resp_cqe_error resp_cqe_flush_error resp_local_length_error resp_remote_access_errors rnr_nak_retry_err "
-    "roce_adp_retrans roce_adp_retrans_to roce_slow_restart roce_slow_restart_cnps roce_slow_restart_trans "
-    "rx_atomic_requests rx_dct_connect rx_icrc_encapsulated rx_read_requests rx_write_requests"
-)
-COUNTERS = {"counters": _COUNTERS.split(), "hw_counters": _HW_COUNTERS.split()}
+_FILES = [(row["folder"], row["file"]) for row in read_table("simulated_counters.csv")]
+COUNTERS = {folder: [file for of, file in _FILES if of == folder] for folder in ("counters", "hw_counters")}
 
 ADAPTERS = {
     **{device: pci.adapter_path(bus) for device, bus in zip(DEVICES, PCI_BUSES, strict=True)},

@@ -11,11 +11,6 @@ from pathlib import Path
 STORAGE_PATH = ("pci0000:00", "0000:00:0e.0", "0000:02:00.0")
 
 
-def gpu_path(bus: int) -> tuple[str, ...]:
-    """Return the PCI path from the host bridge to the GPU with this bus number."""
-    return (*_switch(bus), f"0000:{bus - 2:02x}:01.0", f"0000:{bus:02x}:00.0")
-
-
 def adapter_path(bus: int) -> tuple[str, ...]:
     """Return the PCI path to the adapter on the same switch as the GPU with this bus number."""
     return (*_switch(bus), f"0000:{bus - 2:02x}:02.0", f"0000:{bus + 1:02x}:00.0")
@@ -28,7 +23,8 @@ def _switch(bus: int) -> tuple[str, ...]:
 def write(sysfs: Path, buses: Sequence[int], adapters: Mapping[str, tuple[str, ...]]) -> None:
     """Write PCI and net devices to a sysfs tree, for GPUs by bus number and adapters by name and PCI path."""
     for index, bus in enumerate(buses):
-        _device(sysfs, gpu_path(bus), int(index >= len(buses) // 2))
+        path = (*_switch(bus), f"0000:{bus - 2:02x}:01.0", f"0000:{bus:02x}:00.0")
+        _device(sysfs, path, int(index >= len(buses) // 2))
     for index, (name, path) in enumerate(adapters.items()):
         own = path != STORAGE_PATH
         folder = _device(sysfs, path, int(own and index >= len(buses) // 2))

@@ -4,7 +4,6 @@ import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from flopwatch.flops import peaks
 from flopwatch.training.process import launcher
 from flopwatch.training.process.identity import RankIdentity
 from flopwatch.training.recorder import text_of
@@ -109,6 +108,6 @@ def declare_peak(arguments: Arguments, info: RunInfo, peak_flops: float | None, 
     """Set Run's peak_flops, in FLOP/s, and its peak_source in place of the card's peak in the data-sheet table."""
     info.peak = arguments.number("peak_flops", peak_flops)
     if info.peak is not None:
-        info.peak_source = peaks.override(info.peak, peak_source or "").source
+        info.peak_source = f"override: {peak_source}" if peak_source else "override"
     if peak_source is not None and peak_flops is None:
         arguments.refuse("peak_source= is ignored without peak_flops=")

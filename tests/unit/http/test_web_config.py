@@ -27,7 +27,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flopwatch.http.passwords import MAX_WAITING, Passwords
-from flopwatch.http.web_config import Tls, Web, WebConfig, parse
+from flopwatch.http.web_config import Web, WebConfig, parse
 from flopwatch.settings import SettingsError
 from tests.support import ROOT
 from tests.support.machine import PATIENCE, until
@@ -47,9 +47,10 @@ tls_server_config:
 basic_auth_users:
   alice: {HASH}
 """
-    assert parse(text, Path("/etc/flopwatch")) == WebConfig(
-        Tls(Path("/etc/flopwatch/server.crt"), Path("/etc/flopwatch/server.key")), {"alice": HASH}
-    )
+    config = parse(text, Path("/etc/flopwatch"))
+    assert config.tls_server_config.files == (Path("/etc/flopwatch/server.crt"), Path("/etc/flopwatch/server.key"))
+    assert config.basic_auth_users == {"alice": HASH}
+    assert config.requires_auth()
 
 
 def test_every_option_that_is_supported() -> None:
@@ -70,28 +71,26 @@ http_server_config:
     Strict-Transport-Security: max-age=31536000
     Content-Security-Policy: ''
 """
-    assert parse(text, Path("/base")) == WebConfig(
-        Tls(
-            Path("/a.crt"),
-            Path("/a.key"),
-            ssl.CERT_REQUIRED,
-            Path("/base/ca.crt"),
-            ssl.TLSVersion.TLSv1_3,
-            ssl.TLSVersion.TLSv1_3,
-            "ECDHE-RSA-AES128-GCM-SHA256:ECDHE-ECDSA-CHACHA20-POLY1305",
-        ),
-        {},
-        (("X-Frame-Options", "deny"), ("Strict-Transport-Security", "max-age=31536000")),
-    )
+    config = parse(text, Path("/base"))
+    assert config.tls_server_config.files == (Path("/a.crt"), Path("/a.key"), Path("/base/ca.crt"))
+    assert config.http_server_config.headers == {
+        "X-Frame-Options": "deny",
+        "Strict-Transport-Security": "max-age=31536000",
+    }
+    assert config.basic_auth_users == {}
+    assert config.requires_auth()
 
 
 @pytest.mark.parametrize("text", ["", "# nothing", "{}", "tls_server_config:\nbasic_auth_users: {}"])
 def test_an_empty_file_protects_nothing(text: str) -> None:
-    assert parse(text) == WebConfig()
+    config = parse(text)
+    assert config == WebConfig()
+    assert not config.tls_server_config.files
+    assert not config.requires_auth()
 
 
 def test_a_user_called_no_is_a_user() -> None:
-    assert parse(f"basic_auth_users: {{no: {HASH}, 1: {HASH}}}").users == {"no": HASH, "1": HASH}
+    assert parse(f"basic_auth_users: {{no: {HASH}, 1: {HASH}}}").basic_auth_users == {"no": HASH, "1": HASH}
 
 
 TLS = "tls_server_config: {cert_file: a, key_file: b, "
@@ -306,6 +305,24 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
     return Authority(tmp_path_factory.mktemp("ca"))
 
 
+@needs_openssl
+def test_the_context_has_the_versions_suites_and_verification_of_the_file(authority: Authority) -> None:
+    certificate, key = authority.sign("versions", 7)
+    files = f"cert_file: {certificate}, key_file: {key}, client_ca_file: {authority.file}"
+    suite = "min_version: TLS12, max_version: TLS12, cipher_suites: [TLS_ECDHE_ECDSA_WITH_CHACHA20_POLY1305_SHA256]"
+    for auth, mode in (("VerifyClientCertIfGiven", "CERT_OPTIONAL"), ("RequireAndVerifyClientCert", "CERT_REQUIRED")):
+        config = parse(f"tls_server_config: {{{files}, {suite}, client_auth_type: {auth}}}")
+        context = config.tls_server_config.context()
+        assert context.verify_mode.name == mode
+        assert config.requires_auth() == (mode == "CERT_REQUIRED")
+        assert (context.minimum_version.name, context.maximum_version.name) == ("TLSv1_2", "TLSv1_2")
+        below = [one["name"] for one in context.get_ciphers() if one["protocol"] != "TLSv1.3"]
+        assert below == ["ECDHE-ECDSA-CHACHA20-POLY1305"]
+    lasting = parse(f"tls_server_config: {{cert_file: {certificate}, key_file: {key}, min_version: TLS13}}")
+    context = lasting.tls_server_config.context()
+    assert (context.minimum_version.name, context.maximum_version.name) == ("TLSv1_3", "TLSv1_3")
+
+
 def get(
     port: int, tls: ssl.SSLContext | None = None, authorization: bytes = b""
 ) -> tuple[int, str, dict[str, str], int]:
@@ -486,7 +503,7 @@ def test_a_broken_change_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptur
             web.refresh()
     assert len(caplog.records) == 1
     assert "hunter2" not in caplog.text
-    assert web.config.users == {"alice": HASH}
+    assert web.config.basic_auth_users == {"alice": HASH}
 
 
 def test_a_file_written_in_place_is_noticed_too(tmp_path: Path) -> None:
@@ -496,7 +513,7 @@ def test_a_file_written_in_place_is_noticed_too(tmp_path: Path) -> None:
     file.write_text(f"basic_auth_users: {{carol: {HASH}}}")
     os.utime(file, (1, 1))
     web.refresh()
-    assert web.config.users == {"carol": HASH}
+    assert web.config.basic_auth_users == {"carol": HASH}
 
 
 @needs_openssl

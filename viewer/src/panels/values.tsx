@@ -2,7 +2,7 @@
 import {
   getDisplayValueAlignmentFactors, getFieldDisplayValues, VizOrientation, type FieldDisplay,
 } from '@grafana/data';
-import { DataLinksContextMenu, useTheme2, VizRepeater } from '@grafana/ui';
+import { DataLinksContextMenu, measureText, useTheme2, VizRepeater } from '@grafana/ui';
 import type { JSX, MouseEventHandler } from 'react';
 import type { Drawing } from '../model';
 
@@ -13,6 +13,16 @@ export interface One {
   count: number;
   factors: ReturnType<typeof getDisplayValueAlignmentFactors>;
   onClick?: MouseEventHandler<HTMLElement>;
+}
+
+// The names have the room of the widest one, which is not always the one with most letters.
+function alignment(values: FieldDisplay[]): One['factors'] {
+  const wide = (text: string) => measureText(text, 14).width;
+  const titles = values.map((value) => value.display.title ?? '');
+  return {
+    ...getDisplayValueAlignmentFactors(values),
+    title: titles.reduce((widest, title) => (wide(title) > wide(widest) ? title : widest), ''),
+  };
 }
 
 export function Values({ drawing, sparkline, orientation, draw, ...layout }: {
@@ -34,7 +44,7 @@ export function Values({ drawing, sparkline, orientation, draw, ...layout }: {
   return (
     <VizRepeater<FieldDisplay, One['factors']>
       source={frames} renderCounter={0} getValues={getValues} width={width} height={height}
-      getAlignmentFactors={getDisplayValueAlignmentFactors} orientation={orientation ?? VizOrientation.Auto}
+      getAlignmentFactors={alignment} orientation={orientation ?? VizOrientation.Auto}
       itemSpacing={8} {...layout}
       renderValue={({ value, width, height, count, alignmentFactors: factors }) => {
         const one = { value, width, height, count, factors };

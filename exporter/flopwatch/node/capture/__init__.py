@@ -19,32 +19,17 @@ from pathlib import Path
 from typing import Any
 
 import flopwatch
+from flopwatch.catalogue.xid import read_table
 from flopwatch.node.capture.masking import Masker
 from flopwatch.node.capture.recorder import SYSTEM, Recorded, Recorder, dumps
 from flopwatch.node.collectors import AccessLost, RestartReader, Unsupported
 from flopwatch.node.collectors.nvml import Nvml
 from flopwatch.settings import SettingsError
 
-PCI_FILES = (
-    "class vendor device subsystem_vendor subsystem_device numa_node local_cpulist current_link_speed "
-    "current_link_width max_link_speed max_link_width"
-)
-NET_FILES = (
-    "address operstate carrier carrier_changes carrier_up_count carrier_down_count mtu speed dev_id dev_port type"
-)
-PORT_FILES = (  # below the sysfs root, without gids, pkeys and node_desc, which identify the host
-    *(f"class/infiniband/*/{name}" for name in ("board_id", "fw_ver", "hca_type", "hw_rev", "node_type", "node_guid")),
-    "class/infiniband/*/hw_counters/*",
-    *(
-        f"class/infiniband/*/ports/*/{name}"
-        for name in ("state", "phys_state", "rate", "link_layer", "lid", "sm_lid", "cap_mask")
-    ),
-    *(f"class/infiniband/*/ports/*/{name}/*" for name in ("counters", "counters_ext", "hw_counters")),
-    "class/infiniband/*/ports/*/gid_attrs/ndevs/0",
-    *(f"class/infiniband/*/device/{name}" for name in PCI_FILES.split()),
-    "class/infiniband/*/device/hwmon/*/temp*",
-    *(f"class/infiniband/*/device/net/*/{name}" for name in NET_FILES.split()),
-)
+# Without gids, pkeys and node_desc of ports, which identify the host.
+_FILES = [(row["folder"], row["file"]) for row in read_table("capture_files.csv")]  # below the sysfs root
+PORT_FILES = [f"{folder}/{file}" for folder, file in _FILES if folder.startswith("class/infiniband")]
+NET_FILES, PCI_FILES = ([file for of, file in _FILES if of == it] for it in ("class/net/*", "bus/pci/devices/*"))
 # Without the kernel's command line, which may hold tokens and addresses next to `mlx5_core`.
 WANTED_IN_KMSG = re.compile(r"^(?!.*ommand line: ).*(NVRM|nvidia|SXid|mlx[45]_|infiniband|\bib_|pcieport .*AER)")
 MAX_KMSG_RECORDS = 5000  # the newest are kept
@@ -91,7 +76,7 @@ class Sysfs:
             f"class/net/{name}/{lower}{file}"
             for name in sorted(networks)
             for lower in ("", "lower_*/")
-            for file in NET_FILES.split()
+            for file in NET_FILES
         )
         return changed | self.read(patterns)
 
@@ -149,19 +134,13 @@ def kernel_log(path: Path) -> list[str]:
     return [line for line in lines if WANTED_IN_KMSG.search(line)][-MAX_KMSG_RECORDS:]
 
 
-@dataclass
-class NvmlAnswers:
-    """Answers of NVML, the time of each read in seconds after the first, and errors of failed reads."""
-
-    recorded: Recorded = field(default_factory=dict)
-    times: list[float] = field(default_factory=lambda: [0.0])
-    failures: list[str] = field(default_factory=list)
-
-
 def nvml_answers(
     library: Any, host: str, reads: int, pause: Callable[[], None], clock: Callable[[], float] = time.monotonic
-) -> NvmlAnswers:
-    """Run the NVML collector `reads` times, with `pause` in between, and record NVML's answers. Raises Unsupported."""
+) -> tuple[Recorded, list[float], list[str]]:
+    """Run the NVML collector `reads` times, with `pause` in between. Raises Unsupported.
+
+    Return NVML's answers, the time of each read in seconds after the first, and errors of failed reads.
+    """
     recorder = Recorder(library)
     times: list[float] = []
     failures: list[str] = []
@@ -179,7 +158,7 @@ def nvml_answers(
                 collector.read()
             except (AccessLost, RestartReader, library.NVMLError) as error:
                 failures.append(f"GPUs, read {read + 1}: {error}")
-    return NvmlAnswers(recorder.recorded(), [round(at - times[0], 3) for at in times], failures)
+    return recorder.recorded(), [round(at - times[0], 3) for at in times], failures
 
 
 def masked_nvml(recorded: Recorded, masker: Masker) -> Recorded:
@@ -252,17 +231,15 @@ def capture(
         pause()
         steps.append(tree.ports())
 
-    answers = NvmlAnswers()
+    recorded: Recorded = {}
     try:
-        answers = nvml_answers(library, hosts[0], reads, next_read, clock)
+        recorded, times, result.missing = nvml_answers(library, hosts[0], reads, next_read, clock)
     except Unsupported as error:
-        answers.failures.append(f"GPUs: {error}")
+        result.missing.append(f"GPUs: {error}")
         while len(steps) < reads and tree.files:
             next_read()
-    recorded = answers.recorded
     addresses = gpu_addresses(recorded)
-    steps[0] |= tree.read(f"bus/pci/devices/{address}/{name}" for address in addresses for name in PCI_FILES.split())
-    result.missing += answers.failures
+    steps[0] |= tree.read(f"bus/pci/devices/{address}/{name}" for address in addresses for name in PCI_FILES)
     if not any("class/infiniband" in path for path in (*tree.links, *tree.files)):
         result.missing.append(f"InfiniBand ports: none in {sysfs}/class/infiniband")
     result.missing += [f"sys/{path}: {name}" for path, name in sorted(tree.refused.items())]
@@ -278,7 +255,7 @@ def capture(
     driver = versions[-1] if isinstance(versions[-1], str) else ""  # not an error
     about = {"flopwatch": flopwatch.__version__, "driver": driver, "date": date}
     if recorded:
-        nvml = {"about": about, "reads": answers.times, "nvml": masked_nvml(recorded, masker)}
+        nvml = {"about": about, "reads": times, "nvml": masked_nvml(recorded, masker)}
         result.files["nvml.json"] = dumps(nvml) + "\n"
     _add_masked(result, masker, tree.links, steps, log)
     result.files["README.md"] = _readme(about, result)

@@ -374,12 +374,13 @@ def _access(path: str, up: bool) -> str:
     return f"not in force: {path} is not read"
 
 
+def _failed(report: Report, of_hardware: bool) -> list[str]:
+    failed = [source for source in report.sources if source.state == "failed"]
+    return [f"{source.name}: {source.reason}" for source in failed if (source.name in HARDWARE) == of_hardware]
+
+
 def _problems(report: Report, samples: Sequence[Sample], sysfs: Path) -> list[str]:
-    problems = [
-        f"{source.name}: {source.reason}"
-        for source in report.sources
-        if source.name in HARDWARE and source.state == "failed"
-    ]
+    problems = _failed(report, of_hardware=True)
     for source in report.sources:
         if source.name == "nvml" and source.state == "absent" and (cards := _cards(sysfs)):
             there = "GPU is" if cards == 1 else "GPUs are"
@@ -408,11 +409,7 @@ def _cards(sysfs: Path) -> int:
 
 
 def _losses(report: Report, samples: Sequence[Sample], settings: ExporterSettings) -> list[str]:
-    losses = [
-        f"{source.name}: {source.reason}"
-        for source in report.sources
-        if source.name not in HARDWARE and source.state == "failed"
-    ]
+    losses = _failed(report, of_hardware=False)
     for reason in (PERMISSION, OLD):
         names = {name for part in (*report.gpus, *report.ports) for name in part.missing.get(reason, ())}
         losses += [f"{name}: {reason}" for name in sorted(names)]

@@ -1,15 +1,17 @@
-"""Searches of the health rules that compare several series or expectations. Each yields affected parts of the host."""
+"""Searches of the health rules that compare several series or expectations. Each yields affected parts of the host.
+
+Some have an argument `of`, from the column of that name in `data/health_rules.csv`.
+"""
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
-from functools import cache
+from collections.abc import Iterator, Mapping
+from functools import cache, partial
 
 from flopwatch import catalogue as m
 from flopwatch.catalogue.xid import xids
 from flopwatch.node.health.facts import Facts, Found, Labels
 
 NVLINK_DOWN = (0, 3)
-HOT_TRANSCEIVER = 70.0  # degrees Celsius, NVIDIA UFM's limit
 RATE_TOLERANCE = 0.99  # the kernel prints rates of ports rounded
 SPARE_ROLES = ("storage", "management")  # of ports that a job can train without
 # NVIDIA's actions for Xids, the gravest first. Other codes need a reset (RESET_GPU).
@@ -97,11 +99,10 @@ def critical_xids() -> Mapping[str, str]:
     }
 
 
-def gpus_with_xids(facts: Facts, driver_content: bool = False, nvidia: Collection[str] = ()) -> Iterator[Found]:
-    """Find GPUs with critical Xids in the last hour whose gravest NVIDIA action is in `nvidia`.
+def gpus_with_xids(facts: Facts, of: str = "") -> Iterator[Found]:
+    """Find GPUs with critical Xids in the last hour whose gravest NVIDIA action is in `of`.
 
-    Without `nvidia`, any action matches. With `driver_content`, only GPUs for which the driver requests no
-    recovery are found. Otherwise only the others are.
+    Without `of`, only GPUs for which the driver requests no recovery are found, with any action. With it, only others.
     """
     codes: dict[Labels, list[str]] = {}
     for (*gpu, code), last in facts.of(m.GPU_XID_LAST_TIMESTAMP_SECONDS).items():
@@ -111,7 +112,7 @@ def gpus_with_xids(facts: Facts, driver_content: bool = False, nvidia: Collectio
         content = facts.of(m.GPU_RECOVERY_ACTION_ID).get(owner) == 0
         actions = {critical_xids()[code] for code in seen}
         gravest = next((action for action in _NVIDIA_GRAVEST.split() if action in actions), "RESET_GPU")
-        if content == driver_content and (not nvidia or gravest in nvidia):
+        if content == (not of) and (not of or gravest in of.split()):
             text = f"had Xid {', '.join(sorted(seen, key=int))} within the last hour"
             yield facts.found(m.GPU_XID_LAST_TIMESTAMP_SECONDS, owner, text)
 
@@ -124,16 +125,23 @@ def uninitialized_gpus(facts: Facts) -> Iterator[Found]:
             yield facts.found(row, gpu, "could not be initialized by the driver within the last hour")
 
 
-def lost_ports(facts: Facts, how: str, spare: bool) -> Iterator[Found]:
-    """Find lost ports (`how`: gone or down), only with or only without a role in SPARE_ROLES."""
-    words = {"gone": "is missing in /sys", "down": "is down"}
+def _lost_ports(facts: Facts, how: str, text: str, of: str) -> Iterator[Found]:
     for port, what in facts.lost_ports():
-        if what == how and (facts.roles.get(port) in SPARE_ROLES) == spare:
-            yield facts.found(m.INFINIBAND_PORT_STATE_ID, port, words[how])
+        if what == how and _is_of(facts, port, of):
+            yield facts.found(m.INFINIBAND_PORT_STATE_ID, port, text)
+
+
+def _is_of(facts: Facts, port: Labels, of: str) -> bool:
+    """Return whether a port has a role in SPARE_ROLES if `of` is "spare", else whether it has none of these."""
+    return (facts.roles.get(port) in SPARE_ROLES) == (of == "spare")
+
+
+gone_ports = partial(_lost_ports, how="gone", text="is missing in /sys")
+down_ports = partial(_lost_ports, how="down", text="is down")
 
 
 def too_few_ports(facts: Facts) -> Iterator[Found]:
-    """Find port roles with fewer active ports than expected, apart from the ports that `lost_ports` finds."""
+    """Find port roles with fewer active ports than expected, apart from lost ports."""
     lost = {port for port, _ in facts.lost_ports()}
     for role, wanted in facts.expected.ports.items():
         ports = facts.ports_of(role)
@@ -153,20 +161,19 @@ def unseen_ports(facts: Facts) -> Iterator[Found]:
         yield "ports", f"nothing is read from /sys/class/infiniband where {count} ports are expected"
 
 
-def slow_ports(facts: Facts, spare: bool) -> Iterator[Found]:
-    """Find active ports below their expected rate, only with or only without a role in SPARE_ROLES."""
+def slow_ports(facts: Facts, of: str) -> Iterator[Found]:
+    """Find active ports of the kind `of` (compute or spare) below their expected rate."""
     for port, rate in facts.of(m.INFINIBAND_PORT_RATE_BYTES_PER_SECOND).items():
         wanted = facts.rate_of(port)
-        fits = (facts.roles.get(port) in SPARE_ROLES) == spare
-        if fits and port in facts.active and rate < wanted * RATE_TOLERANCE:
+        if _is_of(facts, port, of) and port in facts.active and rate < wanted * RATE_TOLERANCE:
             text = f"runs at {rate * 8e-9:g} of {wanted * 8e-9:g} Gb/s"
             yield facts.found(m.INFINIBAND_PORT_RATE_BYTES_PER_SECOND, port, text)
 
 
-def hot_transceivers(facts: Facts) -> Iterator[Found]:
-    """Find ports whose transceiver is hotter than HOT_TRANSCEIVER."""
+def hot_transceivers(facts: Facts, of: str) -> Iterator[Found]:
+    """Find ports whose transceiver is hotter than `of`, in degrees Celsius. NVIDIA UFM's limit is 70."""
     for labels, celsius in facts.of(m.INFINIBAND_TEMPERATURE_CELSIUS).items():
-        if labels[2].startswith("Module") and celsius > HOT_TRANSCEIVER:
+        if labels[2].startswith("Module") and celsius > float(of):
             part = facts.part(m.INFINIBAND_TEMPERATURE_CELSIUS, labels)
             yield part, f"{part}: the transceiver has {celsius:g} degrees Celsius"
 

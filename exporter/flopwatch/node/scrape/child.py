@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from importlib import import_module
 from operator import attrgetter
-from typing import IO, Any
+from typing import IO
 
 from flopwatch.catalogue import Metric, Sample
 from flopwatch.node.collectors import AccessLost, Collector, RestartReader, Unsupported
@@ -27,23 +27,6 @@ EXIT_GRACE = 1.0  # seconds that a read may take after stdin was closed
 _SET_PDEATHSIG, _SET_NAME = 1, 15  # PR_SET_PDEATHSIG and PR_SET_NAME in linux/prctl.h
 
 log = logging.getLogger(__name__)
-
-
-class AnswerEncoder:
-    """Encoder of answers, which contain rows and labels only if they differ from those of the last answer."""
-
-    def __init__(self) -> None:
-        self._keys: list[tuple[Metric, tuple[str, ...]]] | None = None
-
-    def encode(self, samples: list[Sample], header: Mapping[str, Any]) -> str:
-        """Return an answer with these samples as a line of JSON. Raises TypeError or ValueError if one is malformed."""
-        keys = [(row, labels) for row, labels, _ in samples]
-        answer = {**header, "values": [number for _, _, number in samples]}
-        if keys != self._keys:
-            answer["keys"] = [(row.name, labels) for row, labels in keys]
-        line = json.dumps(answer)
-        self._keys = keys
-        return line
 
 
 def _end_with_stdin() -> None:
@@ -58,7 +41,7 @@ def _end_with_stdin() -> None:
 def _serve(factory: str, arguments: Mapping[str, str], pipe: IO[bytes]) -> None:
     threading.Thread(target=_end_with_stdin, daemon=True).start()
     statm, page = os.open("/proc/self/statm", os.O_RDONLY), os.sysconf("SC_PAGE_SIZE")
-    answers = AnswerEncoder()
+    sent: list[tuple[Metric, tuple[str, ...]]] | None = None  # rows and labels of the last answer
     collector: Collector | None = None
     last_reason = ""
     while os.read(0, 1):
@@ -86,7 +69,10 @@ def _serve(factory: str, arguments: Mapping[str, str], pipe: IO[bytes]) -> None:
         failed = {"kind": kind, "reason": reason, "last": last} if kind else {}
         if samples or not kind:
             try:
-                line = answers.encode(samples, header | failed)
+                keys = [(row, labels) for row, labels, _ in samples]
+                news = {} if keys == sent else {"keys": [(row.name, labels) for row, labels in keys]}
+                line = json.dumps({**header, **failed, "values": [number for _, _, number in samples], **news})
+                sent = keys
             except (TypeError, ValueError) as error:
                 reason = f"no samples: {type(error).__name__}: {error}"
                 failed = {"kind": "error", "reason": reason, "last": last}

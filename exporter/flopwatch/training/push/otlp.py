@@ -10,6 +10,7 @@ https://github.com/open-telemetry/opentelemetry-proto/blob/main/opentelemetry/pr
 import gzip
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -116,7 +117,11 @@ class Wire:
         except OSError as error:
             raise Undelivered(f"no answer: {error!r}") from error
         if not 200 <= response.status < 300:
-            raise Undelivered(f"the answer is {response.status}: {answer[:200].decode(errors='replace')}")
+            why = answer.decode(errors="replace")
+            if response.getheader("Content-Type") == PROTOBUF:
+                with suppress(DecodeError):  # a google.rpc.Status, whose message has the same number as this one's
+                    why = service.ExportMetricsPartialSuccess.FromString(answer).error_message
+            raise Undelivered(f"the answer is {response.status}: {why[:200]}")
         if response.getheader("Content-Type") != PROTOBUF:
             return False  # accepted, with a response that is not protobuf
         try:

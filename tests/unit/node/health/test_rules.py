@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from docs.generate import health_rules
 from flopwatch import catalogue as m
 from flopwatch.catalogue import Metric, Sample
+from flopwatch.catalogue.xid import read_table
 from flopwatch.node.health.expectations import Expectations, Ports, learnt_file, load, parse
 from flopwatch.node.health.rules import ACTIONS, BAD, DEGRADED, OK, RISES, RULES, UNKNOWN
 from flopwatch.node.health.searches import critical_xids
@@ -510,6 +511,13 @@ def test_the_rules_are_in_the_documentation_as_they_are() -> None:
 def test_rules_name_actions_that_exist_and_every_action_is_used() -> None:
     assert {rule.action for rule in RULES} == ACTIONS.keys()
     assert {rise.action for rise in RISES} <= ACTIONS.keys()
+
+
+def test_each_rule_of_the_table_has_a_search_or_numbers_and_a_verdict() -> None:
+    rules = read_table("health_rules.csv")
+    assert all(bool(rule["search"]) != bool(rule["equals"] or rule["above"]) for rule in rules)
+    assert {rule["verdict"] for rule in rules} == {BAD, DEGRADED, UNKNOWN}
+    assert {rise.verdict for rise in RISES} <= {BAD, DEGRADED}
 
 
 def test_the_log_has_each_reason_once_and_its_end(caplog: pytest.LogCaptureFixture) -> None:

@@ -10,23 +10,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from flopwatch.catalogue.xid import read_table
+
 LIBRARY = "libdcgm.so.4"
 
 GPU, SWITCH, LINK, CPU = 1, 3, 6, 7  # dcgm_field_entity_group_t
 
 BADPARAM, TIMEOUT, VERSION_MISMATCH, CONNECTION_NOT_VALID, PAUSED = -1, -11, -12, -21, -54  # dcgmReturn_t
-# fmt: off
-_MEANINGS = {
-    BADPARAM: "bad parameter", -3: "unspecified error", -4: "out of memory", -6: "not supported",
-    -7: "initialisation failed", -8: "NVML error", TIMEOUT: "timed out",
-    VERSION_MISMATCH: "libdcgm and the host engine are of different releases", -13: "unknown field", -14: "no data",
-    -15: "stale data", -16: "not watched", -17: "no permission", -18: "GPU is lost", -19: "GPU needs a reset",
-    CONNECTION_NOT_VALID: "the connection to the host engine is gone", -24: "limit reached", -29: "needs root",
-    -33: "module not loaded", -36: "profiling is not supported", -37: "profiling library error",
-    -38: "the hardware cannot count these fields together", PAUSED: "paused", -57: "driver time-out",
-    -67: "GPUs are detached",
-}
-# fmt: on
+_MEANINGS = {int(row["code"]): row["meaning"] for row in read_table("dcgm_errors.csv")}
 LOST = (TIMEOUT, CONNECTION_NOT_VALID)  # the connection is dead
 
 _INT64_BLANK, _FP64_BLANK = 0x7FFFFFFFFFFFFFF0, float(1 << 47)
@@ -89,24 +80,9 @@ class _MetricGroups(ctypes.Structure):  # dcgmProfGetMetricGroups_v3
 
 
 _HANDLE = ctypes.c_size_t  # uintptr_t, as for group ids
-_OUT = ctypes.c_void_p
-_SIGNATURES: dict[str, tuple[Any, ...]] = {
-    "dcgmInit": (),
-    "dcgmConnect_v2": (ctypes.c_char_p, _OUT, _OUT),
-    "dcgmDisconnect": (_HANDLE,),
-    "dcgmGetAllDevices": (_HANDLE, _OUT, _OUT),
-    "dcgmGetEntityGroupEntities": (_HANDLE, ctypes.c_int, _OUT, _OUT, ctypes.c_uint),
-    "dcgmGroupCreate": (_HANDLE, ctypes.c_int, ctypes.c_char_p, _OUT),
-    "dcgmGroupAddEntity": (_HANDLE, _HANDLE, ctypes.c_int, ctypes.c_uint),
-    "dcgmGroupDestroy": (_HANDLE, _HANDLE),
-    "dcgmFieldGroupCreate": (_HANDLE, ctypes.c_int, _OUT, ctypes.c_char_p, _OUT),
-    "dcgmFieldGroupDestroy": (_HANDLE, _HANDLE),
-    "dcgmWatchFields": (_HANDLE, _HANDLE, _HANDLE, ctypes.c_int64, ctypes.c_double, ctypes.c_int),
-    "dcgmUnwatchFields": (_HANDLE, _HANDLE, _HANDLE),
-    "dcgmProfGetSupportedMetricGroups": (_HANDLE, _OUT),
-    "dcgmUpdateAllFields": (_HANDLE, ctypes.c_int),
-    "dcgmEntitiesGetLatestValues": (_HANDLE, _OUT, ctypes.c_uint, _OUT, ctypes.c_uint, ctypes.c_uint, _OUT),
-}
+# Of the arguments in `data/dcgm_functions.csv`. Each function returns a dcgmReturn_t.
+_TYPES: dict[str, Any] = {"handle": _HANDLE, "out": ctypes.c_void_p, "text": ctypes.c_char_p, "int": ctypes.c_int}
+_TYPES |= {"uint": ctypes.c_uint, "int64": ctypes.c_int64, "double": ctypes.c_double}
 
 
 class Library:
@@ -115,10 +91,10 @@ class Library:
     def __init__(self, path: str = LIBRARY) -> None:
         library = ctypes.CDLL(path)
         self._functions: dict[str, Any] = {}
-        for name, arguments in _SIGNATURES.items():
-            function = getattr(library, name)
-            function.argtypes, function.restype = arguments, ctypes.c_int
-            self._functions[name] = function
+        for row in read_table("dcgm_functions.csv"):
+            function = self._functions[row["function"]] = getattr(library, row["function"])
+            function.argtypes = [_TYPES[name] for name in row["arguments"].split()]
+            function.restype = ctypes.c_int
         self.call("dcgmInit")
 
     def call(self, name: str, *arguments: Any) -> None:

@@ -1,4 +1,4 @@
-"""Tables of the NVML fields that nvmlDeviceGetFieldValues reads and their series, and parsers of their values.
+"""Tables of the NVML fields that nvmlDeviceGetFieldValues reads (`data/nvml_fields.csv`), and parsers of their values.
 
 Field ids, value types, link states and the fabric's health mask are those of nvml.h,
 https://docs.nvidia.com/deploy/nvml-api/. Their names differ between releases of pynvml. Missing are fields 161-163 on
@@ -10,7 +10,7 @@ second at full speed (NV2080_CTRL_CMD_BUS_GET_PEX_UTIL_COUNTERS in NVIDIA's open
 
 import ctypes
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
@@ -18,7 +18,8 @@ from struct import Struct
 from typing import Any
 
 from flopwatch import catalogue as m
-from flopwatch.catalogue import Metric
+from flopwatch.catalogue import BY_NAME, Metric
+from flopwatch.catalogue.xid import read_table
 
 # Objects of `pynvml`, which has no types. A call raises NVMLError, also where the driver or the module lacks it.
 NvmlLibrary = Any  # the module, or a simulation or recording with its calls
@@ -65,55 +66,34 @@ class NvmlField:
         return self.id, self.scope
 
 
-def _each(row: Metric, labels: Mapping[int, str], **how: Any) -> Iterator[NvmlField]:
-    """Return the fields of one row, each with its label by its id."""
-    return (NvmlField(id, row, (label,), **how) for id, label in labels.items())
+def table(name: str) -> tuple[NvmlField, ...]:
+    """Return the fields of one table in `data/nvml_fields.csv`: metrics for `gpm`, bits for `clock_events`."""
+    return tuple(
+        NvmlField(
+            int(row["id"], 0),
+            BY_NAME[row["family"]],
+            tuple(row["label"].split()),
+            {"": 0, "all_links": ALL_LINKS, "module": MODULE}[row["scope"]],
+            bool(row["once"]),
+            int(row["instead_of"]) if row["instead_of"] else None,
+            bool(row["signed"]),
+            int(row["factor"] or 1),
+            float(row["highest"] or math.inf),
+            bool(row["ecc"]),
+        )
+        for row in read_table("nvml_fields.csv")
+        if row["table"] == name
+    )
 
 
 ECC_CORRECTED, ECC_UNCORRECTED = (3, 0), (4, 0)
 NVLINK_DATA_SENT, NVLINK_DATA_RECEIVED = (138, ALL_LINKS), (139, ALL_LINKS)
 
-# fmt: off
-CLOCK_SECONDS = {74: "sw_power_cap", 76: "sync_boost", 269: "sw_thermal_slowdown", 270: "hw_thermal_slowdown",
-                 271: "hw_power_brake_slowdown"}
-OLD_SECONDS = {75: "thermal", 77: "board_limit", 78: "low_utilization", 79: "reliability"}
-PCIE_ERRORS = {95: "replay_rollover", 169: "l0_to_recovery", 174: "nak_received", 175: "receiver", 176: "bad_tlp",
-               177: "nak_sent", 178: "bad_dllp", 181: "unsupported_request", 182: "lcrc", 183: "lane"}
-MARGINS = {193: "shutdown", 194: "slowdown", 195: "memory_max", 196: "gpu_max"}
-# fmt: on
-
-FAST = (  # requested at every read
-    NvmlField(82, m.GPU_MEMORY_TEMPERATURE_CELSIUS, highest=200),
-    NvmlField(83, m.GPU_ENERGY_JOULES_TOTAL),
-    *_each(m.GPU_CLOCK_EVENT_SECONDS_TOTAL, CLOCK_SECONDS),
-    *_each(m.GPU_CLOCK_EVENT_SECONDS_TOTAL, OLD_SECONDS, instead_of=270),
-    *_each(m.GPU_ECC_ERRORS_TOTAL, {3: "corrected", 4: "uncorrected"}, ecc=True),
-    NvmlField(230, m.GPU_RECOVERY_ACTION_ID),
-    NvmlField(94, m.GPU_PCIE_REPLAYS_TOTAL),
-)
-FAST_LINKS = (  # requested at every read, in a call of its own: on GB200, a call with these and ECC fields fails
-    NvmlField(138, m.NVLINK_TRANSMIT_BYTES_TOTAL, scope=ALL_LINKS, factor=1024),
-    NvmlField(139, m.NVLINK_RECEIVE_BYTES_TOTAL, scope=ALL_LINKS, factor=1024),
-    NvmlField(140, m.NVLINK_TRANSMIT_RAW_BYTES_TOTAL, scope=ALL_LINKS),
-    NvmlField(141, m.NVLINK_RECEIVE_RAW_BYTES_TOTAL, scope=ALL_LINKS),
-)
-SLOW = (  # requested seldom: they rise by single events or hardly ever change
-    *_each(m.GPU_ECC_LIFETIME_ERRORS_TOTAL, {5: "corrected", 6: "uncorrected"}, ecc=True),
-    *_each(m.GPU_REMAPPED_ROWS_TOTAL, {142: "corrected", 143: "uncorrected"}),
-    NvmlField(144, m.GPU_ROW_REMAP_PENDING),
-    NvmlField(145, m.GPU_ROW_REMAP_FAILURE),
-    *_each(m.GPU_REMAPPED_ROWS_INACTIVE, {301: "corrected", 302: "uncorrected"}, once=True),
-    *_each(m.GPU_BANK_REMAPPINGS, {303: "active", 304: "inactive", 307: "pending"}),
-    *_each(m.GPU_BANK_REMAP_GROUPS, {305: "max", 306: "none"}),
-    *_each(m.GPU_RETIRED_PAGES_TOTAL, {29: "corrected", 30: "uncorrected"}),
-    NvmlField(31, m.GPU_RETIRED_PAGES_PENDING),
-    NvmlField(186, m.GPU_MODULE_POWER_WATTS, scope=MODULE),
-    *_each(m.GPU_TEMPERATURE_LIMIT_MARGIN_CELSIUS, MARGINS, signed=True),
-    *_each(m.GPU_PCIE_ERRORS_TOTAL, {173: "correctable", 179: "non_fatal", 180: "fatal"}),
-    *_each(m.GPU_PCIE_ERRORS_TOTAL, PCIE_ERRORS, once=True),
-)
+FAST = table("fast")  # requested at every read
+FAST_LINKS = table("fast_links")  # likewise, in a call of its own: on GB200, a call with these and ECC fields fails
+SLOW = table("slow")  # requested seldom: they rise by single events or hardly ever change
 # Per GPU on NVLink 3 and older, requested if no link has fields 161-163.
-OLD_LINKS = tuple(_each(m.NVLINK_ERRORS_TOTAL, {52: "replay", 59: "recovery", 38: "crc", 45: "crc_data"}))
+OLD_LINKS = table("old_links")
 OLD_LINK_SPEED = NvmlField(90, m.NVLINK_SPEED_BYTES_PER_SECOND)
 
 LINK_COUNT = (91, 0)
@@ -121,31 +101,22 @@ LINK_SPEED, LINK_STATE, LINK_VERSION = 164, 165, 166
 LINK_STATES = {0: "inactive", 1: "active", 2: "sleep", 3: "disabled"}
 ACTIVE, SLEEP = 1, 2
 LINK_VERSIONS = {1: "1.0", 2: "2.0", 3: "2.2", 4: "3.0", 5: "3.1", 6: "4.0", 7: "5.0", 8: "6.0"}  # NVML_NVLINK_VERSION_
-# fmt: off
-LINK_ERRORS = {
-    161: "replay", 162: "recovery", 163: "crc", 206: "malformed_packet", 207: "buffer_overrun", 208: "receive",
-    209: "remote", 210: "general", 211: "local_integrity", 212: "transmit_discard", 215: "recovery",
-    214: "recovery_failed", 219: "effective", 221: "symbol",
-}
-LINK_SUMS = {202: m.NVLINK_TRANSMIT_BYTES_TOTAL, 204: m.NVLINK_RECEIVE_BYTES_TOTAL,
-             294: m.NVLINK_TRANSMIT_BLOCKS_TOTAL, 295: m.NVLINK_TRANSMIT_RETRIED_BLOCKS_TOTAL}
+LINK_ERRORS = {field.id: field.labels[0] for field in table("link_errors")}
+LINK_SUMS = {field.id: field.row for field in table("link_sums")}
+LINK_BERS = {field.id: field.row for field in table("link_bers")}
 SYMBOL_ERRORS, BLOCKS = 221, {294, 295}
 # Fields that NVML adds up over all links for the scope ALL_LINKS, the only one with which DCGM 4.6.0 requests them.
 ADDED_UP = (202, 204, *range(206, 213), 214, 215, 219, 221)
 INSTEAD_OF_LINKS = {202: NVLINK_DATA_SENT, 204: NVLINK_DATA_RECEIVED}  # of all links together, where a GPU has it
-LINK_BERS = {293: m.NVLINK_RAW_BIT_ERROR_RATIO, 220: m.NVLINK_EFFECTIVE_BIT_ERROR_RATIO,
-             222: m.NVLINK_SYMBOL_BIT_ERROR_RATIO}
 PER_LINK = (LINK_STATE, LINK_SPEED, LINK_VERSION, *LINK_ERRORS, *LINK_SUMS, *LINK_BERS)
 
 C2C_COUNT, C2C_STATE, C2C_SPEED = (170, 0), 171, 172
-C2C_ERRORS = {231: "crc", 232: "replay", 233: "replay_b2b"}
+C2C_ERRORS = {field.id: field.labels[0] for field in table("c2c_errors")}
 
-CLOCK_EVENTS = {  # nvmlClocksEventReason*, with the names nvidia-smi uses
-    0x1: "gpu_idle", 0x2: "applications_clocks_setting", 0x4: "sw_power_cap", 0x8: "hw_slowdown", 0x10: "sync_boost",
-    0x20: "sw_thermal_slowdown", 0x40: "hw_thermal_slowdown", 0x80: "hw_power_brake_slowdown",
-    0x100: "display_clock_setting",
-}
+# nvmlClocksEventReason*, with the names nvidia-smi uses.
+CLOCK_EVENTS = {bit.id: bit.labels[0] for bit in table("clock_events")}
 
+# fmt: off
 FABRIC_FAULTS = {  # NVML_GPU_FABRIC_HEALTH_MASK_*: first of two bits (0 not supported, 1 yes, 2 no), faulty value
     0: ("degraded_bandwidth", 1), 2: ("route_recovery", 1), 4: ("route_unhealthy", 1), 6: ("access_timeout", 1),
     12: ("no_partition", 2), 14: ("manager_disconnected", 2),

@@ -13,26 +13,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flopwatch import catalogue as m
-from flopwatch.catalogue import Metric
-from flopwatch.node.collectors.nvml.fields import NvmlLibrary, Structure, Value
+from flopwatch.node.collectors.nvml.fields import NvmlLibrary, Structure, Value, table
 
 SHORTEST_INTERVAL = 0.1  # seconds between two samples, the least that NVML allows
 RETRY_SECONDS = 60.0  # after the driver refused a sample to this user
 MEBIBYTE = 1 << 20
 
-WHOLE_GPU: dict[int, Metric] = {  # by nvmlGpmMetricId_t, in percent
-    1: m.GPU_GRAPHICS_ACTIVE_SECONDS_TOTAL,
-    2: m.GPU_SM_ACTIVE_SECONDS_TOTAL,
-    3: m.GPU_SM_OCCUPANCY_SECONDS_TOTAL,
-    5: m.GPU_TENSOR_ACTIVE_SECONDS_TOTAL,
-    10: m.GPU_DRAM_ACTIVE_SECONDS_TOTAL,
-}
-MIG_INSTANCE: dict[int, Metric] = {
-    2: m.GPU_MIG_SM_ACTIVE_SECONDS_TOTAL,
-    5: m.GPU_MIG_TENSOR_ACTIVE_SECONDS_TOTAL,
-    10: m.GPU_MIG_DRAM_ACTIVE_SECONDS_TOTAL,
-}
-PIPES = {4: "integer", 11: "fp64", 12: "fp32", 13: "fp16", 7: "tensor_hmma", 8: "tensor_dmma", 9: "tensor_imma"}
+# By nvmlGpmMetricId_t, in percent.
+WHOLE_GPU = {metric.id: metric.row for metric in table("gpm")}
+MIG_INSTANCE = {metric.id: metric.row for metric in table("gpm_mig")}
+PIPES = {metric.id: metric.labels[0] for metric in table("gpm_pipes")}
 PCIE_SENT, PCIE_RECEIVED, NVLINK_RECEIVED, NVLINK_SENT = 20, 21, 60, 61  # in MiB/s
 TRAFFIC = (PCIE_SENT, PCIE_RECEIVED, NVLINK_RECEIVED, NVLINK_SENT)
 

@@ -4,12 +4,15 @@ import re
 from collections.abc import Iterator
 from ctypes import byref
 from functools import partial
+from itertools import groupby
 from math import inf
+from operator import itemgetter
 from typing import Any
 from uuid import UUID
 
 from flopwatch import catalogue as m
-from flopwatch.catalogue import Metric
+from flopwatch.catalogue import BY_NAME, Metric
+from flopwatch.catalogue.xid import read_table
 from flopwatch.node.collectors import cgroup
 from flopwatch.node.collectors.nvml import fields, gpm
 from flopwatch.node.collectors.nvml.card import GONE, LACKING, NO_PERMISSION, OVER, NvmlCard, Read, Values, code_of
@@ -24,11 +27,10 @@ MIG_PROFILE = re.compile(r"(?:[0-9]+c\.)?[0-9]+g\.[0-9]+gb\S*")  # 1g.10gb, 1c.3
 OWNERS_PER_GPU = 8
 OTHER_OWNERS = "other"
 
-# nvmlMemoryErrorType_t, nvmlMemoryLocation_t, nvmlTemperatureThresholds_t.
+# nvmlMemoryErrorType_t, nvmlMemoryLocation_t.
 ECC_TYPES = {"corrected": (0, fields.ECC_CORRECTED), "uncorrected": (1, fields.ECC_UNCORRECTED)}
 ECC_VOLATILE = 0
 ECC_LOCATIONS = {0: "l1", 1: "l2", 2: "dram", 3: "register", 4: "texture", 5: "shared", 6: "cbu", 7: "sram"}
-THRESHOLDS = {0: "shutdown", 1: "slowdown", 2: "memory_max", 3: "gpu_max"}
 
 
 def _batch(card: NvmlCard, table: tuple[fields.NvmlField, ...]) -> Values:
@@ -398,37 +400,35 @@ def _instance_activity(card: NvmlCard) -> Values:
         raise failure
 
 
-def _value(
-    row: Metric, name: str, *arguments: Any, labels: tuple[str, ...] = (), item: int | None = None, **how: Any
-) -> Read:
-    """Return the Read of an NVML function that returns one number, or a list with the number at index `item`."""
-
-    def values(card: NvmlCard) -> Values:
-        answer = getattr(card.nvml, name)(card.handle, *arguments)
-        number = answer if item is None else answer[item]
+def _numbers(
+    card: NvmlCard, name: str, arguments: list[int], parts: list[tuple[Metric, tuple[str, ...], str]]
+) -> Values:
+    answer = getattr(card.nvml, name)(card.handle, *arguments)
+    for row, labels, part in parts:
+        number = answer[int(part)] if part.isdigit() else getattr(answer, part) if part else answer
         if fields.known(number):
             yield row, labels, number
 
-    return Read(name, values, **how)
 
+def _calls() -> Iterator[Read]:
+    """Yield the Read of each NVML function in `data/nvml_calls.csv`, which returns one number, or several as `part`.
 
-def _parts(name: str, *parts: tuple[Metric, tuple[str, ...], str | int], **how: Any) -> Read:
-    """Return the Read of an NVML function that returns several numbers, each found by member name or list index."""
-
-    def values(card: NvmlCard) -> Values:
-        answer = getattr(card.nvml, name)(card.handle)
-        for row, labels, part in parts:
-            yield row, labels, answer[part] if isinstance(part, int) else getattr(answer, part)
-
-    return Read(name, values, **how)
+    `part` is the index in a list or the name of a member. `instead_of` has ids of fields, or names of earlier Reads.
+    """
+    made: dict[str, Read] = {_MEMORY.name: _MEMORY}
+    call = itemgetter("function", "argument", "every", "instead_of")
+    for (name, argument, every, others), rows in groupby(read_table("nvml_calls.csv"), call):
+        parts = [(BY_NAME[row["family"]], tuple(row["label"].split()), row["part"]) for row in rows]
+        values = partial(_numbers, name=name, arguments=[*map(int, argument.split())], parts=parts)
+        instead_of = tuple((int(one), 0) if one.isdigit() else made[one] for one in others.split())
+        made[name] = Read(name, values, {"": 0.0, "seldom": SELDOM, "once": ONCE}[every], instead_of=instead_of)
+        yield made[name]
 
 
 # No fields, but keys in `latest`: whether the GPU has GPM, whether ECC is on, and bytes of memory.
 GPM, ECC_MODE, MEMORY_TOTAL = (-1, 0), (-2, 0), (-3, 0)
-GRAPHICS_CLOCK, SM_CLOCK, MEMORY_CLOCK, VIDEO_CLOCK = range(4)  # nvmlClockType_t
 
 _MEMORY = Read("nvmlDeviceGetMemoryInfo", _memory, needs=("nvmlMemory_v2",))
-_TEMPERATURE = _value(m.GPU_TEMPERATURE_CELSIUS, "nvmlDeviceGetTemperatureV", 0)
 CLOCK_EVENTS = "nvmlDeviceGetCurrentClocksEventReasons"
 OLD_CLOCK_EVENTS = "nvmlDeviceGetCurrentClocksThrottleReasons"  # before R535
 _CLOCK_EVENTS = Read(CLOCK_EVENTS, partial(_clock_events, call=CLOCK_EVENTS))
@@ -447,50 +447,14 @@ READS: tuple[Read, ...] = (
     Read("nvmlDeviceGetFieldValues", _links, SELDOM, whole=True, table="links"),
     Read("nvmlGpmSampleGet", _activity, needs=("nvmlGpmQueryDeviceSupport", "nvmlGpmMetricsGet")),
     Read("nvmlGpmMigSampleGet", _instance_activity, needs=("nvmlGpmQueryDeviceSupport", "nvmlGpmMetricsGet")),
-    _value(m.GPU_ENERGY_JOULES_TOTAL, "nvmlDeviceGetTotalEnergyConsumption", instead_of=((83, 0),)),
     _MEMORY,
-    _parts("nvmlDeviceGetMemoryInfo", (m.GPU_MEMORY_USED_BYTES, (), "used"), (m.GPU_MEMORY_TOTAL_BYTES, (), "total"),
-           instead_of=(_MEMORY,)),
-    _parts("nvmlDeviceGetBAR1MemoryInfo", (m.GPU_BAR1_USED_BYTES, (), "bar1Used"),
-           (m.GPU_BAR1_TOTAL_BYTES, (), "bar1Total"), every=SELDOM),
-    _parts("nvmlDeviceGetUtilizationRates", (m.GPU_UTILIZATION_RATIO, (), "gpu"),
-           (m.GPU_MEMORY_COPY_UTILIZATION_RATIO, (), "memory")),
-    _value(m.GPU_ENCODER_UTILIZATION_RATIO, "nvmlDeviceGetEncoderUtilization", item=0, every=SELDOM),
-    _value(m.GPU_DECODER_UTILIZATION_RATIO, "nvmlDeviceGetDecoderUtilization", item=0, every=SELDOM),
+    *_calls(),
     Read("nvmlDeviceGetComputeRunningProcesses_v3", _processes, SELDOM),
-    _TEMPERATURE,
-    _value(m.GPU_TEMPERATURE_CELSIUS, "nvmlDeviceGetTemperature", 0, instead_of=(_TEMPERATURE,)),
-    _value(m.GPU_TEMPERATURE_MARGIN_CELSIUS, "nvmlDeviceGetMarginTemperature"),
-    *(_value(m.GPU_TEMPERATURE_LIMIT_CELSIUS, "nvmlDeviceGetTemperatureThreshold", threshold,
-             labels=(limit,), every=ONCE, instead_of=((193, 0), (194, 0)))
-      for threshold, limit in THRESHOLDS.items()),
-    _value(m.GPU_POWER_WATTS, "nvmlDeviceGetPowerUsage"),
-    _value(m.GPU_POWER_LIMIT_WATTS, "nvmlDeviceGetEnforcedPowerLimit", every=SELDOM),
-    _value(m.GPU_POWER_LIMIT_DEFAULT_WATTS, "nvmlDeviceGetPowerManagementDefaultLimit", every=ONCE),
-    _value(m.GPU_POWER_LIMIT_MAX_WATTS, "nvmlDeviceGetPowerManagementLimitConstraints", item=1, every=ONCE),
-    _value(m.GPU_GRAPHICS_CLOCK_HERTZ, "nvmlDeviceGetClockInfo", GRAPHICS_CLOCK, every=SELDOM),
-    _value(m.GPU_SM_CLOCK_HERTZ, "nvmlDeviceGetClockInfo", SM_CLOCK),
-    _value(m.GPU_SM_CLOCK_MAX_HERTZ, "nvmlDeviceGetMaxClockInfo", SM_CLOCK, every=ONCE),
-    _value(m.GPU_MEMORY_CLOCK_HERTZ, "nvmlDeviceGetClockInfo", MEMORY_CLOCK),
-    _value(m.GPU_MEMORY_CLOCK_MAX_HERTZ, "nvmlDeviceGetMaxClockInfo", MEMORY_CLOCK, every=ONCE),
-    _value(m.GPU_VIDEO_CLOCK_HERTZ, "nvmlDeviceGetClockInfo", VIDEO_CLOCK, every=SELDOM),
-    _value(m.GPU_VIDEO_CLOCK_MAX_HERTZ, "nvmlDeviceGetMaxClockInfo", VIDEO_CLOCK, every=ONCE),
     _CLOCK_EVENTS,
     Read(OLD_CLOCK_EVENTS, partial(_clock_events, call=OLD_CLOCK_EVENTS), instead_of=(_CLOCK_EVENTS,)),
     Read("nvmlDeviceGetMemoryErrorCounter", _ecc_locations, SELDOM),
     Read("nvmlDeviceGetSramEccErrorStatus", _sram, SELDOM, needs=("c_nvmlEccSramErrorStatus_v1_t",)),
-    _parts("nvmlDeviceGetRemappedRows", (m.GPU_REMAPPED_ROWS_TOTAL, ("corrected",), 0),
-           (m.GPU_REMAPPED_ROWS_TOTAL, ("uncorrected",), 1), (m.GPU_ROW_REMAP_PENDING, (), 2),
-           (m.GPU_ROW_REMAP_FAILURE, (), 3), every=SELDOM, instead_of=((142, 0), (143, 0))),
     Read("nvmlDeviceGetRowRemapperHistogram", _spare_rows, SELDOM),
-    _parts("nvmlDeviceGetRepairStatus", (m.GPU_REPAIR_PENDING, ("channel",), 0), (m.GPU_REPAIR_PENDING, ("tpc",), 1),
-           every=SELDOM),
-    _value(m.GPU_MEMORY_UNREPAIRABLE, "nvmlDeviceGetUnrepairableMemoryFlag_v1", every=SELDOM),
-    _value(m.GPU_PCIE_GENERATION, "nvmlDeviceGetCurrPcieLinkGeneration", every=SELDOM),
-    _value(m.GPU_PCIE_GENERATION_MAX, "nvmlDeviceGetMaxPcieLinkGeneration", every=ONCE),
-    _value(m.GPU_PCIE_WIDTH_LANES, "nvmlDeviceGetCurrPcieLinkWidth", every=SELDOM),
-    _value(m.GPU_PCIE_WIDTH_MAX_LANES, "nvmlDeviceGetMaxPcieLinkWidth", every=ONCE),
-    _value(m.GPU_PERSISTENCE_MODE, "nvmlDeviceGetPersistenceMode", every=SELDOM),
     _FABRIC,
     Read("nvmlDeviceGetGpuFabricInfoV", partial(_fabric, structure="c_nvmlGpuFabricInfo_v2_t"), SELDOM,
          needs=("c_nvmlGpuFabricInfo_v2_t",), instead_of=(_FABRIC,), whole=True),

@@ -9,6 +9,8 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from flopwatch.catalogue.xid import read_table
+
 OFF_THE_BUS = 79
 RECOVERY_ACTION = 154
 
@@ -29,18 +31,8 @@ _RECOVERY = re.compile(r"recovery action changed from 0x[0-9a-fA-F]{1,8} \([^)]*
 _SXID = re.compile(  # the one line of an SXid that has its severity
     rf"nvidia-nvswitch[0-9]*: SXid \(PCI:{_PCI}(?P<function>\.[0-9a-fA-F])?\): (?P<sxid>[0-9]{{5}}), (?:Non-f|F)atal\b"
 )
-NODE_EVENTS = {  # by the event label of host_kernel_events_total
-    "pcie_slot_power": re.compile(r"mlx5_core .*insufficient power on the PCIe slot"),
-    "module_high_temperature": re.compile(r"mlx5_core .*\b[Hh]igh [Tt]emperature"),
-    "cable_unplugged": re.compile(r"mlx5_core .*Cable unplugged"),
-    "nic_health_compromised": re.compile(r"mlx5_core .*health compromised"),
-    "nic_transmit_timeout": re.compile(r"mlx5_core .*TX timeout"),
-    "nic_command_leak": re.compile(r"mlx5_core .*leak of a command resource"),
-    "oom_kill": re.compile(r"\boom-kill:constraint="),
-    "nccl_segfault": re.compile(r"segfault at .* in libnccl"),
-    "peermem_error": re.compile(r"nvidia-peermem .*\bERROR\b"),
-    "gpu_initialization_failed": re.compile(r"NVRM: .*RmInitAdapter failed"),
-}
+# By the event label of host_kernel_events_total.
+NODE_EVENTS = {row["event"]: re.compile(row["pattern"]) for row in read_table("kernel_events.csv")}
 # mm/oom_kill.c, dump_oom_summary(). The command's name before the pid can be chosen freely by a user.
 _OOM_KILL = re.compile(r"\boom-kill:constraint=.*,pid=(?P<pid>[0-9]{1,10}),uid=[0-9]{1,10}$")
 
