@@ -54,6 +54,20 @@ def each_port(problem: str, text: str) -> str:
     )
 
 
+def each_node_exporter(host: str, text: str) -> str:
+    """Return a template that prints `text` if a node_exporter runs on the host in the template variable `host`.
+
+    `$node` is its instance in `text`. Its nodename is the name of the host, or has the same first label: the exporters
+    may name a host with and without its domain. A name in full has priority.
+    """
+    short = f'(printf "%s([.].*)?" (reReplaceAll "[^A-Za-z0-9_-].*" "" {host}))'
+    return each_series(
+        "topk(1, group by (instance) (node_uname_info{nodename=%[1]q} or on () node_uname_info{nodename=~%[2]q}))",
+        f"{host} {short}",
+        "{{ $node := .Labels.instance }}" + text,
+    )
+
+
 def _xids(chosen: Iterable[int]) -> str:
     return "|".join(map(str, chosen))
 
@@ -71,6 +85,8 @@ def _of_hardware(meaning: XidMeaning) -> bool:
 _HARDWARE = [code for code, row in xids().items() if not row.page and _of_hardware(row)]
 _JOB = [code for code, row in xids().items() if not row.page and row.category in ("application", "engine")]
 _APPLICATION = [code for code, row in xids().items() if row.category == "application"]
+
+_NEAREST = 'last_over_time(infiniband_gpu_affinity_info{<of_port>,affinity!="SYS"}[<1h>])'
 
 FRAGMENTS: Mapping[str, str] = {
     # After a restart of Prometheus, the host's old name may be recorded next to the new one for five minutes.
@@ -117,6 +133,23 @@ max by (run) (run_hang_seconds)
 )""",
     "of_port": "instance=%[3]q,device=%[1]q,port=%[2]q",  # in a query of each_port
     "port": "Port {{ $labels.port }} of {{ $labels.device }} on {{ $labels.host }}",
+    # GPUs nearest to the port, by PCI path, and their ranks. The port itself may be missing. Where more than four GPUs
+    # are nearest, as in a virtual machine without PCI switches, the path does not show which of them use the port.
+    "gpus_at_port": each_series(
+        "topk(1, group by (instance) (infiniband_info{device=%q,port=%q,host=%q}))",
+        "$labels.device $labels.port $labels.host",
+        each_series(
+            f"max by (gpu, uuid) ({_NEAREST}) and on () count({_NEAREST}) <= 4",
+            "$labels.device $labels.port .Labels.instance",
+            " It is nearest to GPU {{ .Labels.gpu }}"
+            + each_series(
+                "group by (run, rank) (last_over_time(training_rank_info{uuid=%q}[<5m>]))",
+                ".Labels.uuid",
+                " (rank {{ .Labels.rank }} of run {{ .Labels.run }})",
+            )
+            + ".",
+        ),
+    ),
     "gpu": "GPU"
     + each_series(
         "topk(1, max by (gpu) (last_over_time(gpu_info{uuid=%q}[<5m>])))", "$labels.uuid", " {{ .Labels.gpu }}"

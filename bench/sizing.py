@@ -30,8 +30,8 @@ TARGET = 5
 RECORDED: Mapping[int, Mapping[str, int]] = {
     3: {"run": 1},
     15: {"node": 2, "run": 22, "whole": 2},
-    60: {"rank": 1, "node": 7, "port": 1, "gpu": 1, "run": 107, "whole": 3},
-    120: {"rank": 1, "node": 34, "gpu": 2, "rail": 4, "run": 11, "whole": 4},
+    60: {"rank": 1, "node": 7, "port": 1, "gpu": 1, "run": 108, "whole": 3},
+    120: {"rank": 1, "node": 34, "gpu": 2, "rail": 4, "run": 12, "whole": 4},
 }
 
 RUN_NODES = 64

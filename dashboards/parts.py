@@ -143,6 +143,22 @@ def with_host(expr: str) -> str:
     return f"{expr} * on (instance) group_left (host) {r.HOST}"
 
 
+def of_node_exporter(expr: str, hosts: str) -> str:
+    """Return `expr`, whose series have the `instance` of a node_exporter, for the hosts of `hosts`, with `host` added.
+
+    The exporters may name a host with and without its domain, so hosts are joined on the first part of their names.
+    """
+
+    def named(series: str, label: str) -> str:
+        return f'label_replace({series}, "name", "$1", "{label}", "([0-9.]+|[^.]+)([.].*)?")'
+
+    node = "topk by (instance) (1, max by (instance, nodename) (node_uname_info))"
+    return (
+        f"{named(f'{expr} * on (instance) group_left (nodename) {node}', 'nodename')} "
+        f"* on (name) group_left (host) topk by (name) (1, {named(f'max by (host) ({hosts})', 'host')})"
+    )
+
+
 def throttled(label: str) -> str:
     """Return the highest share of five minutes in which a clock was throttled, by this label of a GPU and by instance.
 

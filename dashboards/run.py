@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import dashboards as d
 from alerts import recording as r
-from dashboards import findings, verdict
+from dashboards import findings, storage, verdict
 from dashboards import parts as p
 from dashboards.parts import ERRORS, HELD_BACK, HOT, LATE, RATE, SHARE, UTILIZATION
 from flopwatch import catalogue as m
@@ -322,6 +322,31 @@ gpus = [
         unit="percentunit",
         width=6,
     ),
+    *(
+        d.timeseries(
+            title,
+            f"{text} Expected: constant. A rise means slower steps, stalls or lower efficiency at the same power.",
+            d.Query(f"max({record}{{{RUN}}})", legend),
+            unit="joule",
+            width=12,
+            height=6,
+            no_data="The run makes no steps, or the energy of a rank's GPU is not measured.",
+        )
+        for title, text, record, legend in (
+            (
+                "Energy per step",
+                "Energy of all GPUs of the run per optimizer step, mean of five minutes. Time outside steps counts.",
+                r.STEP_ENERGY,
+                "per step",
+            ),
+            (
+                "Energy per token",
+                "Energy of all GPUs of the run per token, mean of five minutes. Time outside steps counts.",
+                r.TOKEN_ENERGY,
+                "per token",
+            ),
+        )
+    ),
 ]
 
 errors = [
@@ -397,7 +422,14 @@ BOARD = d.dashboard(
     "Training run",
     "One training run: its progress, where its time went, and its ranks, GPUs and links.",
     [p.tenant, p.run, p.price],
-    {"At a glance": now, "Progress": progress, "Ranks": ranks, "GPUs of the run": gpus, "Errors": errors},
+    {
+        "At a glance": now,
+        "Progress": progress,
+        "Ranks": ranks,
+        "GPUs of the run": gpus,
+        "Data and storage": storage.PANELS,
+        "Errors": errors,
+    },
     [p.alert_marks(RUN), p.starts(LEDGER)],
 )
 

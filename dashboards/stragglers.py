@@ -23,6 +23,20 @@ def latest(expr: str, most: int = ROWS) -> str:
 
 NOW_LATEST = f"bottomk({p.LINES}, max by (rank) ({r.WAIT}{{{RUN}}}))"
 AMONG = f"and on (rank) {NOW_LATEST}"
+PORT = "instance, device, port"
+# Compute ports nearest to the GPUs of the ranks that wait least, with the rank. The key of a row is rank, device, port.
+NEAREST = (
+    f'({m.INFINIBAND_GPU_AFFINITY_INFO}{{affinity!="SYS"}} and on ({PORT}) {m.INFINIBAND_INFO}{{role="compute"}}) '
+    f"* on (uuid) group_left (rank, host) "
+    f"topk by (uuid) (1, max by (rank, host, uuid) ({m.TRAINING_RANK_INFO}{{{RUN}}} {AMONG}))"
+)
+
+
+def by_port(expr: str) -> str:
+    """Return `expr` with the label `key`, which joins the columns of the table of ports."""
+    return f'label_join({expr}, "key", " ", "rank", "device", "port")'
+
+
 MESH = "pp {{pp}} dp {{dp}} tp {{tp}} rank {{rank}}"
 TO_NODE = [p.to_node(d.LABEL % "host")]
 
@@ -189,6 +203,87 @@ parts = [
             "GPU": [p.to_gpu(d.FIELD % "Node", d.FIELD % "UUID")],
         },
         hidden=["UUID"],
+    ),
+    d.table(
+        "Ports nearest to these GPUs",
+        "Compute ports that the PCI path places nearest to the GPUs of these ranks, with errors in the time shown. "
+        "Expected: active (state 4), rates alike, and no errors. NCCL may use another port, for instance if "
+        "`NCCL_IB_HCA` is set.",
+        [
+            d.Column("Place", by_port(f"max by (rank, host, gpu, device, port, affinity) ({NEAREST})"), unit=None),
+            *(
+                d.Column(
+                    name,
+                    f"max by (key) ({by_port(f'{NEAREST} * on ({PORT}) group_left () max by ({PORT}) ({expr})')})",
+                    unit,
+                    thresholds,
+                )
+                for name, expr, unit, thresholds in (
+                    ("State", str(m.INFINIBAND_PORT_STATE_ID), "none", [(None, "red"), (4, "green")]),
+                    ("Rate", str(m.INFINIBAND_PORT_RATE_BYTES_PER_SECOND), "Bps", ()),
+                    ("Sent", f"rate({m.INFINIBAND_TRANSMIT_DATA_BYTES_TOTAL}[5m])", "Bps", ()),
+                    ("Symbol errors", f"increase({m.INFINIBAND_SYMBOL_ERRORS_TOTAL}[$__range])", "none", p.ERRORS),
+                    ("Link downs", f"increase({m.INFINIBAND_LINK_DOWNED_TOTAL}[$__range])", "none", p.FEW),
+                )
+            ),
+        ],
+        key="key",
+        labels={
+            "rank": "Rank",
+            "host": "Node",
+            "gpu": "GPU",
+            "device": "Device",
+            "port": "Port",
+            "affinity": "PCI path",
+            "key": "Key",
+        },
+        sort="Symbol errors",
+        links={"Node": [p.to_node(d.FIELD % "Node"), p.to_fabric(d.FIELD % "Node")]},
+        hidden=["Key"],
+        height=8,
+        no_data="No port is near these GPUs, or their hosts have no InfiniBand, RoCE or EFA port.",
+    ),
+    d.table(
+        "CPUs of the hosts of these ranks",
+        "State of the CPUs of these hosts in the last five minutes, from their `node_exporter`. Tasks that wait for a "
+        "CPU, steal or a low clock on one host only can explain a straggler. Expected: hosts alike, no steal, and no "
+        "throttling in the time shown.",
+        [
+            d.Column(
+                name,
+                f"max by (host) ({p.of_node_exporter(expr, f'{m.TRAINING_RANK_INFO}{{{RUN}}} {AMONG}')})",
+                unit,
+                thresholds,
+            )
+            for name, expr, unit, thresholds in (
+                (
+                    "Tasks that wait",
+                    "max by (instance) (rate(node_pressure_cpu_waiting_seconds_total[5m]))",
+                    "percentunit",
+                    [(None, "green"), (0.3, "orange")],
+                ),
+                ("Load", "max by (instance) (node_load1)", "none", ()),
+                (
+                    "Steal, CPUs 0-7",
+                    'avg by (instance) (rate(node_cpu_seconds_total{mode="steal",cpu=~"[0-7]"}[5m]))',
+                    "percentunit",
+                    [(None, "green"), (0.01, "orange")],
+                ),
+                ("Clock, CPUs 0-7", 'avg by (instance) (node_cpu_scaling_frequency_hertz{cpu=~"[0-7]"})', "hertz", ()),
+                (
+                    "Throttled",
+                    "sum by (instance) (increase(node_cpu_package_throttles_total[$__range]))",
+                    "none",
+                    p.FEW,
+                ),
+            )
+        ],
+        key="host",
+        labels={"host": "Node"},
+        sort="Tasks that wait",
+        links={"Node": [p.to_node(d.FIELD % "Node")]},
+        height=8,
+        no_data="No node_exporter of these hosts is scraped, or its nodename is another one (docs/other-exporters.md).",
     ),
     d.timeseries(
         "Traffic by rail",

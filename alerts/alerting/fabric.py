@@ -17,7 +17,7 @@ _INFINIBAND_PORT_DOWN = (
         " Its state is {{ .Value }} (4 is active).",
     )
     + each_port("last_over_time(infiniband_port_present{<of_port>}[<5m>]) == 0", " It is missing in /sys.")
-    + "<runs_on_host>"
+    + "<gpus_at_port><runs_on_host>"
 )
 
 ALERTS: tuple[Alert, ...] = (
@@ -59,6 +59,7 @@ ALERTS: tuple[Alert, ...] = (
                 " Its state is {{ .Value }} (4 is active).",
             )
             + each_port("infiniband_port_present{<of_port>} == 0", " It is missing in /sys.")
+            + "<gpus_at_port>"
             + each_series(
                 "group by (run) (training_rank_info{host=%q})",
                 "$labels.host",
@@ -117,7 +118,7 @@ ALERTS: tuple[Alert, ...] = (
         description=(
             "<port> went down and came back at least three times within 12 h."
             + each_port("infiniband_link_flaps_total{<of_port>}", " It has flapped {{ .Value }} times in total.")
-            + "<runs_on_host>"
+            + "<gpus_at_port><runs_on_host>"
         ),
     ),
     # After a failure, a link may train at a lower rate first and again right after.
@@ -151,7 +152,7 @@ ALERTS: tuple[Alert, ...] = (
                     ' Its highest rate so far was {{ printf "%.0f" .Value }} Gb/s.',
                 ),
             )
-            + "<runs_on_host>"
+            + "<gpus_at_port><runs_on_host>"
         ),
     ),
     # NVIDIA UFM counts for twelve minutes and isolates a port at 1e-14 symbol errors per bit. At 400 Gb/s, these are
@@ -220,7 +221,7 @@ ALERTS: tuple[Alert, ...] = (
                 "increase(infiniband_invariant_crc_errors_total{<of_port>}[<5m>]) > 0",
                 ' {{ printf "%.0f" .Value }} packets corrupted in transit in <5m>.',
             )
-            + "<runs_on_host>"
+            + "<gpus_at_port><runs_on_host>"
         ),
     ),
 )

@@ -3,7 +3,44 @@
 from __future__ import annotations
 
 from alerts.alert import Alert
-from alerts.fragments import each_series
+from alerts.fragments import each_node_exporter, each_series
+
+_DATA_STALL = (
+    'sum by (run, rank) (rate(training_activity_seconds_total{run=%[1]q,activity="data_stall"}[<5m>])) / '
+    'sum by (run, rank) (rate(training_activity_seconds_total{run=%[1]q,activity=~"step|data_stall"}[<5m>])) > 0.1'
+)
+_NFS_READ = '{instance=%[1]q,operation="READ"}[<5m>]'
+# Storage clients of the host $host, which may have none. A read of a megabyte takes a few milliseconds over NFS, less
+# than one with WekaFS, and up to a tenth of a second from an object store.
+_STORAGE = each_node_exporter(
+    "$host",
+    each_series(
+        "max(rate(node_pressure_io_stalled_seconds_total{instance=%q}[<5m>])) > 0.1",
+        "$node",
+        " All busy tasks of {{ $host }} waited for storage {{ .Value | humanizePercentage }} of the time.",
+    )
+    + each_series(
+        f"topk(1, sum by (export) (rate(node_mountstats_nfs_operations_request_time_seconds_total{_NFS_READ})) / "
+        f"sum by (export) (rate(node_mountstats_nfs_operations_requests_total{_NFS_READ})) > 0.05)",
+        "$node",
+        " A read from {{ .Labels.export }} (NFS) takes {{ .Value | humanizeDuration }} on {{ $host }}.",
+    )
+    + each_series(
+        "sum by (export) (increase(node_mountstats_nfs_operations_major_timeouts_total{instance=%q}[<5m>])) >= 1",
+        "$node",
+        ' Requests to {{ .Labels.export }} (NFS) timed out {{ printf "%.0f" .Value }} times in <5m> on {{ $host }}.',
+    ),
+) + "".join(
+    each_series(query, "$host", f" A read from {client} takes {{{{ .Value | humanizeDuration }}}} on {{{{ $host }}}}.")
+    for client, query in (
+        ("WekaFS", '1e-6 * avg(weka_stats{host_name=%q,category="ops",stat="READ_LATENCY"}) > 0.01'),
+        (
+            "Cloud Storage FUSE",
+            '1e-6 * sum(rate(fs_ops_latency_sum{host=%[1]q,fs_op="ReadFile"}[<5m>])) / '
+            'sum(rate(fs_ops_latency_count{host=%[1]q,fs_op="ReadFile"}[<5m>])) > 0.2',
+        ),
+    )
+)
 
 ALERTS: tuple[Alert, ...] = (
     # The limit is 85 % of the run's own median, because TrainingStraggler warns from 10 % on and names the rank. The
@@ -120,12 +157,16 @@ ALERTS: tuple[Alert, ...] = (
             "A rank of run {{ $labels.run }} spends {{ $value | humanizePercentage }} of its step time "
             + "waiting for its next batch:"
             + each_series(
-                "topk(3, sum by (run, rank) "
-                + '(rate(training_activity_seconds_total{run=%[1]q,activity="data_stall"}[<5m>])) / sum by '
-                + "(run, rank) "
-                + '(rate(training_activity_seconds_total{run=%[1]q,activity=~"step|data_stall"}[<5m>])) > 0.1)',
+                f"topk(3, {_DATA_STALL})",
                 "$labels.run",
                 " rank {{ .Labels.rank }}<on_host> {{ .Value | humanizePercentage }}.",
+            )
+            + each_series(
+                "topk(3, max by (host) "
+                + f"(training_rank_info{{run=%[1]q}} * on (run, rank) group_left () ({_DATA_STALL})))",
+                "$labels.run",
+                "{{ $host := .Labels.host }}" + _STORAGE,
+                by="host",
             )
             + "<owner>"
         ),

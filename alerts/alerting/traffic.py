@@ -46,7 +46,7 @@ ALERTS: tuple[Alert, ...] = (
                 "rate(infiniband_receive_discards_total{<of_port>}[<5m>]) > 100",
                 ' {{ printf "%.1f" .Value }} packets a second are dropped on arrival.',
             )
-            + "<runs_on_host>"
+            + "<gpus_at_port><runs_on_host>"
         ),
     ),
     # If more than one packet in twenty is marked, queues are full all the time. Ticks of waiting have no unit and are
@@ -98,7 +98,7 @@ ALERTS: tuple[Alert, ...] = (
                 " It waits for credits over 4 times as long as the median of the host's compute ports, and sends less "
                 + "than 90 % of their median.",
             )
-            + "<runs_on_host>"
+            + "<gpus_at_port><runs_on_host>"
         ),
     ),
     # Pauses are how priority flow control works, and short ones cost nothing. A port that is paused for a tenth of the
@@ -157,7 +157,7 @@ ALERTS: tuple[Alert, ...] = (
                 + "(quantile by (instance) (0.5, port:infiniband_transmit_bytes:rate5m{instance=%[3]q}) > 1e+08) < 0.5",
                 " It sends {{ .Value | humanizePercentage }} of the median of the host's compute ports.",
             )
-            + "<runs_on_host>"
+            + "<gpus_at_port><runs_on_host>"
         ),
     ),
     # On a lossless fabric, no packets arrive out of sequence. A wrong configuration lasts longer than `for`.
@@ -207,7 +207,7 @@ ALERTS: tuple[Alert, ...] = (
                 ' {{ printf "%.1f" .Value }} packets a second arrive out of sequence: priority flow control is off, or '
                 + "does not cover this traffic.",
             )
-            + "<runs_on_host>"
+            + "<gpus_at_port><runs_on_host>"
         ),
     ),
     # The limits are impaired connections and unresponsive peers per second, and failed commands per minute. One failed
@@ -258,7 +258,7 @@ ALERTS: tuple[Alert, ...] = (
                 "increase(infiniband_keep_alives_total{<of_port>}[<5m>]) == 0",
                 " The adapter has sent no keep-alive in the last <5m>.",
             )
-            + "<runs_on_host>"
+            + "<gpus_at_port><runs_on_host>"
         ),
     ),
     # The limit is NVIDIA UFM's. The sensor changes slowly, so an excess shorter than `for` is a single wrong reading.
@@ -288,7 +288,7 @@ ALERTS: tuple[Alert, ...] = (
                 + ")) > <transceiver_celsius>",
                 " Its transceiver is at {{ .Value }} degrees Celsius (limit: <transceiver_celsius>).",
             )
-            + "<runs_on_host>"
+            + "<gpus_at_port><runs_on_host>"
         ),
     ),
     # No `for`: a saturated counter stays saturated.

@@ -6,17 +6,64 @@ Critical alerts are for runs that may page (run:training_page:bool). The other a
 from __future__ import annotations
 
 from alerts.alert import Alert
-from alerts.fragments import each_series
+from alerts.fragments import each_node_exporter, each_series
 from flopwatch.catalogue.hang_signs import HANG_SIGNS
 
 _HOST, _LINK = ('run_straggler_ratio{run=%[1]q,kind="' + kind + '"} > 0' for kind in ("host", "link"))
 _SUSPECT = "run_straggler_info{run=%[1]q}"
 _STEP, _STEP_NOW = "run_whatif_step_seconds{run=%[1]q}", 'run_whatif_step_seconds{run=%[1]q,mended="0"}'
+# Compute ports of the exporter %[1]q that are nearest to the GPU %[2]q. With more than four, as in a virtual machine
+# without PCI switches, the PCI path does not show which of them the rank uses.
+_NEAREST = (
+    'infiniband_gpu_affinity_info{instance=%[1]q,uuid=%[2]q,affinity!="SYS"} and on (device, port) '
+    'infiniband_info{instance=%[1]q,role="compute"}'
+)
+_OWN_PORTS = f"{_NEAREST} and on () count({_NEAREST}) <= 4"
+_OF_PORT = "{instance=%[1]q,device=%[2]q,port=%[3]q}"
+_RATE_OF_PORT = f"8e-9 * max(infiniband_port_rate_bytes_per_second{_OF_PORT})"
+_BEST_RATE_OF_PORT = f"8e-9 * max(infiniband_port_expected_rate_bytes_per_second{_OF_PORT})"
+_PROBLEMS_OF_PORT = (
+    (f"max(infiniband_port_state_id{_OF_PORT}) < 4", "is not active: its state is {{ .Value }}"),
+    (
+        f"{_RATE_OF_PORT} < <rate_share> * {_BEST_RATE_OF_PORT}",
+        'runs at {{ printf "%.0f" .Value }} Gb/s, below its highest rate so far',
+    ),
+    (
+        f"max(increase(infiniband_symbol_errors_total{_OF_PORT}[<30m>])) >= 1",
+        'had {{ printf "%.0f" .Value }} symbol errors in the last <30m>',
+    ),
+    (f"max(increase(infiniband_link_downed_total{_OF_PORT}[<30m>])) >= 0.5", "went down in the last <30m>"),
+)
+# State of the CPUs of the host $host, as its node_exporter measures it. On a busy host, tasks also wait for a CPU in a
+# tenth of the time.
+_CPU = each_node_exporter(
+    "$host",
+    each_series(
+        'avg(rate(node_cpu_seconds_total{instance=%q,mode="steal"}[<5m>])) > 0.01',
+        "$node",
+        "Other virtual machines take {{ .Value | humanizePercentage }} of the CPU time of {{ $host }}. ",
+    )
+    + each_series(
+        'max(node_load1{instance=%[1]q}) > count(count by (cpu) (node_cpu_seconds_total{instance=%[1]q,mode="idle"}))',
+        "$node",
+        'The load of {{ $host }} is {{ printf "%.0f" .Value }}, more than it has CPUs. ',
+    )
+    + each_series(
+        "max(rate(node_pressure_cpu_waiting_seconds_total{instance=%q}[<5m>])) > 0.3",
+        "$node",
+        "Tasks of {{ $host }} wait for a CPU {{ .Value | humanizePercentage }} of the time. ",
+    )
+    + each_series(
+        "sum(increase(node_cpu_core_throttles_total{instance=%q}[<5m>])) >= 1",
+        "$node",
+        'CPU cores of {{ $host }} were throttled {{ printf "%.0f" .Value }} times in <5m>. ',
+    ),
+)
 _TRAINING_STRAGGLER = (
     each_series(
         f"max by (host) (run_straggler_info{{run=%[1]q}}) and on () ({_HOST})",
         "$labels.run",
-        "All ranks of run {{ $labels.run }} on {{ .Labels.host }} slow every step. ",
+        "All ranks of run {{ $labels.run }} on {{ .Labels.host }} slow every step. {{ $host := .Labels.host }}" + _CPU,
     ).lstrip("\n")
     + each_series(
         f"max by (ranks) (run_straggler_info{{run=%[1]q}}) and on () ({_LINK})",
@@ -51,9 +98,15 @@ _TRAINING_STRAGGLER = (
         "It collects garbage {{ .Value | humanizePercentage }} of its step time. ",
     )
     + each_series(
+        "max by (state) (max_over_time(host_process_blocked_seconds{run=%q,rank=%q}[<5m>])) > 1",
+        "$labels.run $rank",
+        'Its main thread was {{ .Labels.state }} for {{ printf "%.0f" .Value }} s in the last <5m>. ',
+    )
+    + each_series(
         "topk(1, max by (host, uuid) (training_rank_info{run=%q,rank=%q}))",
         "$labels.run $rank",
         "{{ $uuid := .Labels.uuid }}{{ $host := .Labels.host }}"
+        + _CPU
         + each_series(
             "max by (reason) " + '(rate(gpu_clock_event_seconds_total{uuid=%[1]q,reason!="gpu_idle"}[<5m>])) > 0.1',
             "$uuid $labels.run",
@@ -96,9 +149,20 @@ _TRAINING_STRAGGLER = (
             "$host",
             "{{ $instance := .Labels.instance }}"
             + each_series(
+                f"group by (device, port) ({_OWN_PORTS})",
+                "$instance $uuid",
+                "Port {{ .Labels.port }} of {{ .Labels.device }} is nearest to its GPU. "
+                "{{ $device := .Labels.device }}{{ $port := .Labels.port }}"
+                + "".join(
+                    each_series(query, "$instance $device $port", f"That port {text}. ")
+                    for query, text in _PROBLEMS_OF_PORT
+                ),
+            )
+            + each_series(
                 "max by (device, port) (infiniband_port_rate_bytes_per_second{instance=%[1]q} < on (device, port) "
-                + "infiniband_port_expected_rate_bytes_per_second{instance=%[1]q})",
-                "$instance",
+                + "infiniband_port_expected_rate_bytes_per_second{instance=%[1]q}) unless on (device, port) "
+                + f"({_OWN_PORTS})",
+                "$instance $uuid",
                 "Port {{ .Labels.port }} of {{ .Labels.device }} on its host runs below its highest rate so far. ",
             )
             + each_series(
@@ -184,6 +248,11 @@ _TRAINING_HANG = (
             "{{ if not .Labels.rank }} They are " + text + ".{{ end }}",
         )
         for sign, text in HANG_SIGNS.items()
+    )
+    + each_series(
+        f"group by (host, device, port) (port:infiniband_down:bool and on (host) {_suspects_with('link')})",
+        "$labels.run",
+        " Port {{ .Labels.port }} of {{ .Labels.device }} on {{ .Labels.host }} is down or missing.",
     )
     + each_series(
         f"""max by (rank, uuid) (

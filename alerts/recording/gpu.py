@@ -18,6 +18,7 @@ HOST_ALLOCATED = "host:gpu_allocated:count"
 HOST_IDLE = "host:gpu_idle:count"
 RUN_POWER = "run:gpu_energy_joules:rate5m"
 TOKEN_ENERGY = "run:gpu_energy_joules_per_token:ratio_rate5m"
+STEP_ENERGY = "run:gpu_energy_joules_per_step:ratio_rate5m"
 FLEET_GPUS = "fleet:gpu_present:count"
 FLEET_ALLOCATED = "fleet:gpu_allocated:count"
 FLEET_IDLE = "fleet:gpu_idle:count"
@@ -85,6 +86,12 @@ RECORDS: tuple[Record, ...] = (
         TOKEN_ENERGY,
         "run:gpu_energy_joules:rate5m / (run:training_tokens:rate5m > 0)",
         "Energy of the run's GPUs per token, in joules.",
+    ),
+    Record(
+        "energy",
+        STEP_ENERGY,
+        "run:gpu_energy_joules:rate5m / (run:training_steps:rate5m > 0)",
+        "Energy of the run's GPUs per optimizer step, in joules. Time outside steps counts.",
     ),
     Record(
         "fleet",

@@ -40,6 +40,7 @@ RUN_STATE = "run:run_state:max"
 STANDS_STILL = "run:run_stands_still:bool"
 HOST_RUN = "host:training_run:info"
 STEP_DURATION = "run:training_step_duration_seconds:mean5m"
+STEPS = "run:training_steps:rate5m"
 TOKENS = "run:training_tokens:rate5m"
 PAGES = "run:training_page:bool"
 WAIT = "rank:training_collective_wait:ratio"
@@ -153,6 +154,12 @@ RECORDS: tuple[Record, ...] = (
             (sum by (run) (max by (tenant, run) (rate(run_steps_total[<5m>]))) > 0)
         """,
         "Mean duration of an optimizer step, in seconds.",
+    ),
+    Record(
+        "detail",
+        STEPS,
+        "sum by (run) (max by (tenant, run) (rate(run_steps_total[<5m>])))",
+        "Optimizer steps per second of the run. Repeated steps count.",
     ),
     Record(
         "training",

@@ -19,7 +19,7 @@ import pytest
 
 from alerts import AlertSettings, records
 from flopwatch.report import page, queries
-from flopwatch.report.model import CauseTotal, Firing, Outlier, ReportedLoss, RunReport
+from flopwatch.report.model import CauseTotal, EnergySummary, Firing, Outlier, ReportedLoss, RunReport
 from flopwatch.report.statistics import checkpoint_interval, mean_time_between
 from tests.support.ledger_process import serving
 from tests.support.reports import HISTORY, flopwatch, prometheus, whole_world
@@ -162,6 +162,27 @@ def test_the_rank_that_was_late_and_the_link_with_errors_are_named_with_their_pl
     assert (link["name"], link["place"]) == ("mlx5_0 port 1", "node-1")
 
 
+def test_energy_is_the_integral_of_the_power_that_was_measured(report: dict[str, Any]) -> None:
+    """Without stale markers, Prometheus repeats the last sample of the power for five minutes."""
+    energy = report["energy"]
+    assert energy["seconds"] == pytest.approx(3000 + 300, abs=30)
+    assert energy["joules"] == pytest.approx(4000 * energy["seconds"])
+    assert energy["joules_per_step"] == pytest.approx(4000 / 0.5)
+    assert energy["joules_per_token"] == pytest.approx(4000 / 800)
+    text = page.render(changed_report(report), "markdown")
+    assert re.search(
+        r"\| Energy of the GPUs \| 3\.6\d kWh \| 8,000 J per step; 5 J per token; measured for 4[12]% of", text
+    )
+
+
+def test_the_energy_of_unmeasured_gpus_is_unknown(report: dict[str, Any]) -> None:
+    text = page.render(changed_report(report, energy=None), "markdown")
+    assert "| Energy of the GPUs | unknown | needs the energy of every rank's GPU" in text
+    energy = EnergySummary(joules=7200.0, seconds=9000.0, joules_per_step=None, joules_per_token=0.0123)
+    text = page.render(changed_report(report, energy=energy), "markdown")
+    assert "| Energy of the GPUs | 0.002 kWh | 0.0123 J per token; measured for 100% of the wall clock |" in text
+
+
 def test_missing_measurements_are_listed(report: dict[str, Any]) -> None:
     assert any("measured on 7 of 8 ranks" in line for line in report["missed"])
     assert "1 ranks had no measured wait: cuda_graph." in report["missed"]
@@ -233,6 +254,7 @@ def test_a_server_that_is_not_a_prometheus_is_an_error() -> None:
 def test_the_records_it_reads_are_made() -> None:
     made = {record.name for record in records(AlertSettings())}
     assert {queries.RUN_MFU, queries.LOST, queries.STRAGGLER, queries.WAIT} <= made
+    assert {queries.POWER, queries.STEPS, queries.TOKENS} <= made
 
 
 # What it writes.
@@ -270,6 +292,7 @@ def changed_report(report: dict[str, Any], **changes: Any) -> RunReport:
                 **{**report["checkpoints"], "interval": interval and CheckpointInterval(**interval)}
             ),
             "mfu_over_time": [tuple(point) for point in report["mfu_over_time"]],
+            "energy": report["energy"] and EnergySummary(**report["energy"]),
             "losses": report["losses"] and [ReportedLoss(**one) for one in report["losses"]],
             "causes": [CauseTotal(**one) for one in report["causes"]],
             "alerts": [Firing(**one) for one in report["alerts"]],
@@ -336,6 +359,7 @@ def test_a_run_with_hardly_any_data_has_a_page_too(report: dict[str, Any]) -> No
         declared={},
         price=None,
         mttf=mean_time_between(0, 0),
+        energy=None,
     )
     elements = Elements()
     elements.feed(page.render(bare, "html"))

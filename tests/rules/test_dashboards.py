@@ -391,6 +391,126 @@ def test_a_rank_that_moves_a_shared_card_and_a_replaced_exporter_break_no_panel(
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+# Hosts n1 and n2 run the job, and n3 another one. The node_exporter of n1 reports its name with a domain, and n2 has a
+# new kernel. Rank 1's GPU has two ports near it and one for storage.
+OTHERS = """
+  training_rank_info{run="lm",rank="0",host="n1",uuid="A"}                                                 1x30
+  training_rank_info{run="lm",rank="1",host="n2",uuid="B"}                                                 1x30
+  training_rank_info{run="other",rank="0",host="n3",uuid="C"}                                              1x30
+  rank:training_collective_wait:ratio{run="lm",rank="0"}                                                   0.3x30
+  rank:training_collective_wait:ratio{run="lm",rank="1"}                                                   0x30
+  node_uname_info{instance="e1",nodename="n1.example.org",release="5"}                                     1x30
+  node_uname_info{instance="e2",nodename="n2",release="5"}                                                 1x30
+  node_uname_info{instance="e2",nodename="n2",release="6"}                                                 1x30
+  node_uname_info{instance="e3",nodename="n3",release="5"}                                                 1x30
+  node_pressure_cpu_waiting_seconds_total{instance="e1"}                                                   0+3x30
+  node_pressure_cpu_waiting_seconds_total{instance="e2"}                                                   0+6x30
+  node_pressure_cpu_waiting_seconds_total{instance="e3"}                                                   0+9x30
+  node_load1{instance="e2"}                                                                                7x30
+  node_cpu_seconds_total{instance="e2",cpu="0",mode="steal"}                                               0+0.3x30
+  node_cpu_seconds_total{instance="e2",cpu="7",mode="steal"}                                               0+0.9x30
+  node_cpu_seconds_total{instance="e2",cpu="8",mode="steal"}                                               0+9x30
+  node_cpu_seconds_total{instance="e2",cpu="0",mode="user"}                                                0+9x30
+  node_cpu_scaling_frequency_hertz{instance="e1",cpu="0"}                                                  2e9x30
+  node_cpu_package_throttles_total{instance="e1",package="0"}                                              5x30
+  node_mountstats_nfs_operations_request_time_seconds_total{instance="e1",export="nas:/a",operation="READ"} 0+3x30
+  node_mountstats_nfs_operations_requests_total{instance="e1",export="nas:/a",operation="READ"}            0+30x30
+  node_mountstats_nfs_operations_request_time_seconds_total{instance="e1",export="nas:/b",operation="READ"} 3x30
+  node_mountstats_nfs_operations_requests_total{instance="e1",export="nas:/b",operation="READ"}            30x30
+  node_mountstats_nfs_operations_request_time_seconds_total{instance="e3",export="nas:/a",operation="READ"} 0+9x30
+  node_mountstats_nfs_operations_requests_total{instance="e3",export="nas:/a",operation="READ"}            0+30x30
+  node_mountstats_nfs_total_read_bytes_total{instance="e1",export="nas:/a"}                                0+150x30
+  node_mountstats_nfs_total_read_bytes_total{instance="e2",export="nas:/a"}                                0+300x30
+  node_mountstats_nfs_total_read_bytes_total{instance="e3",export="nas:/a"}                                0+900x30
+  weka_stats{host_name="n1",node_id="1",category="ops",stat="READ_LATENCY"}                                2000x30
+  weka_stats{host_name="n1",node_id="2",category="ops",stat="READ_LATENCY"}                                4000x30
+  weka_stats{host_name="n3",node_id="1",category="ops",stat="READ_LATENCY"}                                9000x30
+  weka_stats{host_name="n1",node_id="1",category="ops",stat="READ_BYTES"}                                  50x30
+  weka_stats{host_name="n2",node_id="1",category="ops",stat="READ_BYTES"}                                  70x30
+  fs_ops_latency_sum{host="n2",fs_op="ReadFile"}                                                           0+6000000x30
+  fs_ops_latency_count{host="n2",fs_op="ReadFile"}                                                         0+30x30
+  fs_ops_latency_sum{host="n3",fs_op="ReadFile"}                                                           0+9000000x30
+  fs_ops_latency_count{host="n3",fs_op="ReadFile"}                                                         0+30x30
+  gcs_read_bytes_count{host="n2"}                                                                          0+450x30
+  gcs_read_bytes_count{host="n3"}                                                                          0+900x30
+  lustre_read_bytes_total{host="n1",component="client",target="fs"}                                        0+60x30
+  lustre_read_bytes_total{host="n1",component="ost",target="fs"}                                           0+600x30
+  lustre_client_stats{host="n1",operation="open",target="fs"}                                              0+30x30
+  lustre_client_stats{host="n1",operation="statfs",target="fs"}                                            0+30x30
+  lustre_client_stats{host="n3",operation="open",target="fs"}                                              0+90x30
+  lustre_stats_total{host="n2",component="client",operation="getattr",target="fs"}                         0+15x30
+  instance:training_data_stall:ratio_rate5m{run="lm",instance="a1"}                                        0.2x30
+  instance:training_data_stall:ratio_rate5m{run="other",instance="a3"}                                     0.9x30
+  instance:host:info{host="n1",instance="a1"}                                                              1x30
+  instance:host:info{host="n3",instance="a3"}                                                              1x30
+  infiniband_gpu_affinity_info{device="mlx5_0",port="1",gpu="0",uuid="A",affinity="SYS",instance="a1"}     1x30
+  infiniband_gpu_affinity_info{device="mlx5_0",port="1",gpu="4",uuid="B",affinity="PIX",instance="a2"}     1x30
+  infiniband_gpu_affinity_info{device="mlx5_1",port="1",gpu="4",uuid="B",affinity="PIX",instance="a2"}     1x30
+  infiniband_gpu_affinity_info{device="mlx5_2",port="1",gpu="4",uuid="B",affinity="PIX",instance="a2"}     1x30
+  infiniband_info{device="mlx5_0",port="1",host="n1",role="compute",instance="a1"}                         1x30
+  infiniband_info{device="mlx5_0",port="1",host="n2",role="compute",instance="a2"}                         1x30
+  infiniband_info{device="mlx5_1",port="1",host="n2",role="compute",instance="a2"}                         1x30
+  infiniband_info{device="mlx5_2",port="1",host="n2",role="storage",instance="a2"}                         1x30
+  infiniband_port_state_id{device="mlx5_0",port="1",instance="a1"}                                         4x30
+  infiniband_port_state_id{device="mlx5_0",port="1",instance="a2"}                                         4x30
+  infiniband_port_state_id{device="mlx5_1",port="1",instance="a2"}                                         1x30
+  infiniband_port_state_id{device="mlx5_2",port="1",instance="a2"}                                         4x30
+"""
+PORT = '{key="1 mlx5_%s 1"%s}'
+PLACE = ', rank="1", host="n2", gpu="4", device="mlx5_%s", port="1", affinity="PIX"'
+FROM_OTHERS: dict[tuple[str, str], dict[str, float]] = {
+    ("Ports nearest to these GPUs", "A"): {PORT % (device, PLACE % device): 1 for device in "01"},
+    ("Ports nearest to these GPUs", "B"): {PORT % ("0", ""): 4, PORT % ("1", ""): 1},
+    ("CPUs of the hosts of these ranks", "A"): {'{host="n1"}': 0.2, '{host="n2"}': 0.4},
+    ("CPUs of the hosts of these ranks", "B"): {'{host="n2"}': 7},
+    ("CPUs of the hosts of these ranks", "C"): {'{host="n2"}': 0.04},
+    ("CPUs of the hosts of these ranks", "D"): {'{host="n1"}': 2e9},
+    ("CPUs of the hosts of these ranks", "E"): {'{host="n1"}': 0},
+    ("Waiting for data, by host", "A"): {'{run="lm", instance="a1", host="n1"}': 0.2},
+    ("Time of a storage read", "A"): {
+        '{host="n1", name="n1", instance="e1", nodename="n1.example.org", export="nas:/a"}': 0.1
+    },
+    ("Time of a storage read", "B"): {'{host="n1", host_name="n1"}': 0.003},
+    ("Time of a storage read", "C"): {'{host="n2"}': 0.2},
+    ("Bytes read from storage", "A"): {'{export="nas:/a"}': 30},
+    ("Bytes read from storage", "B"): {"{}": 4},
+    ("Bytes read from storage", "C"): {"{}": 120},
+    ("Bytes read from storage", "D"): {"{}": 30},
+    ("Lustre calls", "A"): {'{operation="open"}': 2},
+    ("Lustre calls", "B"): {'{operation="getattr"}': 1},
+}
+
+
+def test_ports_cpus_and_storage_clients_are_those_of_the_run_s_own_hosts(tmp_path: Path) -> None:
+    asked = [
+        {
+            "expr": f"round({query}, 0.001)",
+            "eval_time": "6m",
+            "exp_samples": [
+                {"labels": labels, "value": value} for labels, value in FROM_OTHERS[panel["title"], ref].items()
+            ],
+        }
+        for name, panel in PANELS
+        if name in ("run", "stragglers")
+        for ref, (_, query) in zip(
+            "ABCDEF", dashboards.queries({"panels": [panel]}, VARIABLES | {"run": "lm"}), strict=False
+        )
+        if (panel["title"], ref) in FROM_OTHERS
+    ]
+    assert len(asked) == len(FROM_OTHERS)
+    group = {
+        "interval": "15s",
+        "input_series": [
+            dict(zip(("series", "values"), map(str.strip, line.rsplit(maxsplit=1)), strict=True))
+            for line in OTHERS.strip().splitlines()
+        ],
+        "promql_expr_test": asked,
+    }
+    (tmp_path / "others.yaml").write_text(yaml.safe_dump({"tests": [group]}))
+    done = rule_test(find().promtool, tmp_path / "others.yaml", timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 # A day of two runs on 256 and 8 GPUs, in GPU-seconds. The first waits 24 % of each step for a straggler, and the waits
 # of the second are not measured.
 DAY = """

@@ -88,6 +88,7 @@ BROKEN = [
     (recording.RUN_MFU, "max by (tenant, run) (rate(run_step", "sum by (tenant, run) (rate(run_step"),
     (recording.RUN_HFU, "max by (tenant, run) (rate(run_hardware", "sum by (tenant, run) (rate(run_hardware"),
     (recording.TOKENS, "max by", "sum by"),
+    (recording.STEPS, "max by", "sum by"),
     (recording.STEP_DURATION, "max by (tenant, run) (rate(run_steps", "sum by (tenant, run) (rate(run_steps"),
     (recording.RUN_STATE, "max by", "min by"),
     (recording.PAGES, "max by (tenant, run) (last_over_time(run_page", "min by (tenant, run) (last_over_time(run_page"),
@@ -102,6 +103,7 @@ BROKEN = [
     (recording.RUN_MFU, "> 0", ">= 0"),
     (recording.RUN_HFU, "> 0", ">= 0"),
     (recording.STEP_DURATION, "> 0", ">= 0"),
+    (recording.STEP_ENERGY, "> 0", ">= 0"),
     # What one rank of a host does, and what another one.
     (recording.HOST_LAST_STEP, "max by (instance, run) (training", "min by (instance, run) (training"),
     (recording.HOST_LAST_STEP, "or on (instance, run)", "unless on (instance, run)"),

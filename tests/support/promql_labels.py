@@ -17,6 +17,34 @@ ALERT_LABELS = {"alertname", "alertstate", "severity", "shadow"}.union(
 )
 
 
+# Series of other exporters, with those of their labels that are used.
+EXTERNAL: dict[str, set[str]] = {
+    # https://github.com/prometheus/node_exporter
+    "node_uname_info": {"nodename"},
+    "node_cpu_seconds_total": {"cpu", "mode"},
+    "node_load1": set(),
+    "node_pressure_cpu_waiting_seconds_total": set(),
+    "node_cpu_core_throttles_total": {"package", "core"},
+    "node_cpu_package_throttles_total": {"package"},
+    "node_cpu_scaling_frequency_hertz": {"cpu"},
+    "node_pressure_io_stalled_seconds_total": set(),
+    "node_mountstats_nfs_operations_request_time_seconds_total": {"export", "operation"},
+    "node_mountstats_nfs_operations_requests_total": {"export", "operation"},
+    "node_mountstats_nfs_operations_major_timeouts_total": {"export", "operation"},
+    "node_mountstats_nfs_total_read_bytes_total": {"export"},
+    # https://github.com/whamcloud/lustrefs-exporter; `host` is set by relabeling (docs/other-exporters.md)
+    "lustre_client_stats": {"host", "target", "operation"},
+    # https://github.com/HewlettPackard/lustre_exporter
+    "lustre_stats_total": {"host", "component", "target", "operation"},
+    "lustre_read_bytes_total": {"host", "component", "target"},
+    # https://github.com/weka/export
+    "weka_stats": {"cluster", "host_name", "host_role", "node_id", "node_role", "category", "stat", "unit"},
+    # https://github.com/GoogleCloudPlatform/gcsfuse
+    "fs_ops_latency_sum": {"host", "fs_op"},
+    "fs_ops_latency_count": {"host", "fs_op"},
+    "gcs_read_bytes_count": {"host"},
+}
+
 RECORDED: dict[str, set[str]] = {}  # of records, known or under way
 
 
@@ -37,6 +65,8 @@ def labels_of(expr: Any) -> set[str]:
                 "ALERTS_FOR_STATE",
             ):  # https://prometheus.io/docs/prometheus/latest/configuration/alerting_rules/
                 known = ALERT_LABELS
+            elif name in EXTERNAL:
+                known = {*EXTERNAL[name], "instance", "job"}
             elif suffix in ("bucket", "sum", "count") and family in BY_NAME:
                 assert BY_NAME[family].type == "histogram"
                 known = {*BY_NAME[family].labels, "instance", *(["le"] if suffix == "bucket" else [])}

@@ -117,6 +117,12 @@ def whole_world(base: float) -> World:
                 world.add(m.TRAINING_COLLECTIVE_WAIT_UNAVAILABLE.name, reason, 1, at)
         world.add(queries.RUN_MFU, {"run": "r"}, 0.4, at)
         world.add(queries.LOST, {"run": "r"}, 0.2, at)
+        # 4 kW for 3,000 s, 0.5 steps and 800 tokens per second for 1,500 s of these.
+        if 3000 <= 15 * step < 6000:
+            world.add(queries.POWER, {"run": "r"}, 4000, at)
+        if step >= 300:
+            world.add(queries.STEPS, {"run": "r"}, 0.5, at)
+            world.add(queries.TOKENS, {"run": "r"}, 800, at)
         if step % 4 == 0:
             world.add(queries.STRAGGLER, {"run": "r", "rank": "5"}, 0.2, at)
         for node in range(3):

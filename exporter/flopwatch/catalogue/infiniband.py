@@ -6,7 +6,7 @@ their highest value. 32-bit registers in hw_counters/ wrap (mlx5 driver, `counte
 
 from dataclasses import dataclass
 
-from flopwatch.catalogue.row import PORT, Metric, counter, gauge, info
+from flopwatch.catalogue.row import PORT, Metric, counter, gauge, info, sparse
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,11 +142,11 @@ INFINIBAND_RECEIVE_ERRORS_TOTAL = port_counter("infiniband_receive_errors_total"
 INFINIBAND_RECEIVE_REMOTE_PHYSICAL_ERRORS_TOTAL = port_counter("infiniband_receive_remote_physical_errors_total",
     "Packets marked bad upstream: the fault is on another hop.", "counters/port_rcv_remote_physical_errors", sticks=16,
     roce=False)
-INFINIBAND_LOCAL_LINK_INTEGRITY_ERRORS_TOTAL = port_counter("infiniband_local_link_integrity_errors_total",
-    "Times local physical errors exceeded their limit.", "counters/local_link_integrity_errors", sticks=4, roce=False)
-INFINIBAND_EXCESSIVE_BUFFER_OVERRUN_ERRORS_TOTAL = port_counter("infiniband_excessive_buffer_overrun_errors_total",
-    "Consecutive flow-control periods with an overrun.", "counters/excessive_buffer_overrun_errors", sticks=4,
-    roce=False)
+INFINIBAND_LOCAL_LINK_INTEGRITY_ERRORS_TOTAL = sparse(port_counter("infiniband_local_link_integrity_errors_total",
+    "Times local physical errors exceeded their limit.", "counters/local_link_integrity_errors", sticks=4, roce=False))
+INFINIBAND_EXCESSIVE_BUFFER_OVERRUN_ERRORS_TOTAL = sparse(port_counter(
+    "infiniband_excessive_buffer_overrun_errors_total", "Consecutive flow-control periods with an overrun.",
+    "counters/excessive_buffer_overrun_errors", sticks=4, roce=False))
 INFINIBAND_LOCAL_ACK_TIMEOUTS_TOTAL = port_counter("infiniband_local_ack_timeouts_total",
     "Acknowledgements that did not arrive: a dead path.", "hw_counters/local_ack_timeout_err", wraps=32)
 INFINIBAND_TRANSPORT_RETRIES_EXCEEDED_TOTAL = port_counter("infiniband_transport_retries_exceeded_total",

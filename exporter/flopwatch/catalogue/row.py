@@ -2,7 +2,7 @@
 
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Literal, TypeVar
 
 Type = Literal["counter", "gauge", "histogram", "info"]
 
@@ -37,8 +37,11 @@ info = partial(Metric, type="info")
 histogram = partial(Metric, type="histogram")
 
 
-def sparse(row: Metric) -> Metric:
-    """Return a row with a series per reason or code, which `--series core` serves only while they are not 0."""
+M = TypeVar("M", bound=Metric)
+
+
+def sparse(row: M) -> M:
+    """Return a row whose series `--series core` serves only while they are not 0."""
     return replace(row, help=f"{row.help} With --series core, absent while it is 0.", sparse=True)
 
 

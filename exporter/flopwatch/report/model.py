@@ -73,6 +73,16 @@ class CheckpointSummary:
 
 
 @dataclass(frozen=True, slots=True)
+class EnergySummary:
+    """Energy of the run's GPUs in `seconds` of measured time, and its means per step and token."""
+
+    joules: float
+    seconds: float
+    joules_per_step: float | None
+    joules_per_token: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class RunReport:
     """Report of one run. Times are Unix time, durations seconds, ratios from 0 to 1. An unknown value is None."""
 
@@ -101,6 +111,7 @@ class RunReport:
     mttr_seconds: float | None
     recoveries: int
     checkpoints: CheckpointSummary
+    energy: EnergySummary | None
     declared: dict[str, str]
     timeline: list[Slice]
     mfu_over_time: list[tuple[float, float]]

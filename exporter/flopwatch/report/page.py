@@ -106,7 +106,24 @@ def _tiles(report: RunReport) -> list[dict[str, Any]]:
         _ratio("Effective MFU", report.effective_mfu, (), "needs FLOPs and a peak of every rank"),
         _tile("Mean time to failure", "no failure" if mttf.count == 0 else _time(mttf.seconds), notes),
         _tile("Mean time to recovery", _time(mttr), [recoveries]),
+        _energy(report),
     ]
+
+
+def _energy(report: RunReport) -> dict[str, Any]:
+    """Return the tile of the energy of the run's GPUs."""
+    energy = report.energy
+    if energy is None:
+        return _tile("Energy of the GPUs", "unknown", ["needs the energy of every rank's GPU and the recording rules"])
+    means = (("step", energy.joules_per_step), ("token", energy.joules_per_token))
+    notes = [f"{_number(joules)} J per {what}" for what, joules in means if joules is not None]
+    share = min(1.0, energy.seconds / max(report.wall_seconds, 1e-9))
+    notes.append(f"measured for {share:.0%} of the wall clock")
+    return _tile("Energy of the GPUs", f"{_number(energy.joules / 3.6e6)} kWh", notes)
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _tile(title: str, value: str, notes: Iterable[str]) -> dict[str, Any]:

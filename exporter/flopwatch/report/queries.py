@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable
 
 from flopwatch import catalogue as m
-from flopwatch.report.model import OPEN, CauseTotal, Firing, Outlier, Slice
+from flopwatch.report.model import OPEN, CauseTotal, EnergySummary, Firing, Outlier, Slice
 from flopwatch.report.prometheus import PrometheusClient, TimeSeries
 from flopwatch.settings import SettingsError
 
@@ -13,6 +13,7 @@ RUN_MFU = "run:training_mfu:ratio_rate5m"
 LOST = "run:training_straggler_lost:ratio"
 STRAGGLER = "rank:training_straggler:confirmed"
 WAIT = "rank:training_collective_wait:ratio"
+POWER, STEPS, TOKENS = "run:gpu_energy_joules:rate5m", "run:training_steps:rate5m", "run:training_tokens:rate5m"
 
 MAX_OUTLIERS = 10  # ranks, hosts or links in a report
 MAX_SLICES = 600  # of the timeline
@@ -79,9 +80,21 @@ class RunQueries:
         """Return the series of a query over the run's time."""
         return self._prometheus.query_range(query, self._begin, self._end, self._step)
 
-    def mfu_over_time(self) -> list[tuple[float, float]]:
-        """Return the run's MFU over time, as points (Unix time, ratio from 0 to 1)."""
-        return [point for series in self.over(f"max by (run) ({RUN_MFU}{self.training})") for point in series.points]
+    def over_time(self, record: str) -> list[tuple[float, float]]:
+        """Return a recording rule's series of the run over the run's time, as points (Unix time, value)."""
+        return [point for series in self.over(f"max by (run) ({record}{self.training})") for point in series.points]
+
+    def energy(self) -> EnergySummary | None:
+        """Return the energy of the run's GPUs while it was measured for all of them, None if it never was."""
+        power, steps, tokens = (dict(self.over_time(record)) for record in (POWER, STEPS, TOKENS))
+        if not power:
+            return None
+        means = []
+        for rate in (steps, tokens):
+            both = power.keys() & rate.keys()
+            total = sum(rate[time] for time in both)
+            means.append(sum(power[time] for time in both) / total if total > 0 else None)
+        return EnergySummary(sum(power.values()) * self._step, len(power) * self._step, *means)
 
     def declared(self) -> dict[str, str]:
         """Return what the run declared, such as its FLOPs convention, dtype, source of the peak and owner, by label."""

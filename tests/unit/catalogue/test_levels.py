@@ -19,7 +19,7 @@ from flopwatch import catalogue as m
 from flopwatch.node.health.rules import RISES, RULES
 from flopwatch.node.scrape.levels import CORE
 from tests.support import ROOT
-from tests.support.promql_labels import RECORDS
+from tests.support.promql_labels import EXTERNAL, RECORDS
 from tests.support.promql_parts import parts
 
 SERVED: dict[str, dict[str, str]] = json.loads(CORE.read_text())
@@ -40,7 +40,7 @@ def read(expr: str) -> Iterator[tuple[m.Metric, dict[str, str | None]]]:
             if row is not None:
                 matchers = part.matchers.matchers
                 yield row, {one.name: one.value if one.op == promql.MatchOp.Equal else None for one in matchers}
-            elif name not in RECORDS:
+            elif name not in RECORDS.keys() | EXTERNAL.keys():
                 assert name in ("", "up", "ALERTS", "ALERTS_FOR_STATE", "prometheus_rule_evaluation_failures_total")
 
 
