@@ -43,6 +43,7 @@ PANELS = [
         unit="percentunit",
         thresholds=[(None, "green"), (0.1, "orange")],
         width=6,
+        no_data="No rank waits for data, or its batches are not measured.",
     ),
     d.timeseries(
         "Time of a storage read",

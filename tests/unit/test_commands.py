@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import time
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import flopwatch
 from docs.commands import choices
 from flopwatch.__main__ import _parser, main
 from flopwatch.catalogue import all_metrics
@@ -116,3 +118,17 @@ def test_metrics_and_maintenance_are_printed_as_json(tmp_path: Path, capsys: pyt
     assert [answer["in_maintenance"] for answer in answers] == [False, True, False]
     assert answers[0]["until_timestamp_seconds"] is None
     assert answers[1]["until_timestamp_seconds"] == pytest.approx(time.time() + 7200, abs=60)
+
+
+def every_flag(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    yield from parser._actions
+    for inner in choices(parser).values():
+        yield from every_flag(inner)
+
+
+def test_each_line_of_the_flag_tables_is_a_flag_of_a_command() -> None:
+    known = [([*flag.option_strings, flag.dest], flag.help or "") for flag in every_flag(_parser())]
+    with (Path(flopwatch.__file__).parent / "data" / "flags.csv").open(encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            names, text = set(row["names"].split()), row["help"].partition("{")[0]
+            assert any(names <= set(own) and shown.startswith(text) for own, shown in known), row

@@ -1,13 +1,16 @@
 """Commands of the command line, one module each. The function `add` of a module registers its command."""
 
 import argparse
+import csv
 import importlib
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import flopwatch
@@ -115,3 +118,35 @@ def number(kind: Callable[[str], float], fits: Callable[[Any], bool], what: str)
 
 
 seconds = number(float, lambda value: 0 < value < 1e6, "a positive number of seconds")
+
+
+TYPES: Mapping[str, Any] = {"": None, "path": Path, "int": int, "float": float, "address": address, "seconds": seconds}
+ACTIONS: Mapping[str, Any] = {"true": "store_true", "optional": argparse.BooleanOptionalAction}
+
+
+@cache
+def _flags() -> list[dict[str, str]]:
+    with (Path(__file__).parents[1] / "data" / "flags.csv").open(encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def flags(
+    parser: Any, table: str, settings: object = None, types: Mapping[str, Any] = MappingProxyType({}), **more: Any
+) -> None:
+    """Add the flags of a table in data/flags.csv to an argparse parser.
+
+    `{.name}` in a help text is the default of that name in `settings`. `types` has types that only one command needs.
+    """
+    groups = {"": parser}
+    for row in (row for row in _flags() if row["table"] == table):
+        if (title := row["group"]) not in groups:
+            groups[title] = parser.add_argument_group(title)
+        options: dict[str, Any] = {"help": row["help"].format(settings)}
+        if (kind := row["type"]) in ACTIONS:
+            options["action"] = ACTIONS[kind]
+        else:
+            options |= {"metavar": row["metavar"] or None, "type": {**TYPES, **types}[kind]}
+            options |= {"choices": tuple(row["choices"].split()) or None, "default": row["default"] or None}
+        if row["required"]:
+            options["required"] = True
+        groups[title].add_argument(*row["names"].split(), **options | more)

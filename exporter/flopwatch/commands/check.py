@@ -5,10 +5,9 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from flopwatch.commands import Commands, command, given, seconds, sources
+from flopwatch.commands import Commands, command, flags, given, sources
 from flopwatch.settings import ExporterSettings, SettingsError
 
 if TYPE_CHECKING:
@@ -131,35 +130,8 @@ def add(commands: Commands) -> None:
     text += "(node-problem-detector: 0 ok, 1 problem, 2 unknown)"
     add("--format", choices=FORMATS, default="nagios", help=text)
     add("--json", action="store_const", const="json", dest="format", help="the same as --format json")
-    add("-v", "--verbose", action="store_true", help="a line for each reason")
-    text = "lowest verdict that is a problem for npd (default bad)"
-    add("--fail-on", choices=("bad", "degraded"), default="bad", help=text)
-    text = "look twice: ignore momentary states, and find rising error counters"
-    add("--seconds", type=seconds, metavar="SECONDS", help=text)
-    add("--deadline", type=seconds, default=10.0, metavar="SECONDS", help="maximum duration of a look (default 10)")
-    shape = parser.add_argument_group("what is expected of the node")
-    shape.add_argument("--expect", type=Path, metavar="FILE", help="shape of the node (default STATE/expected.json)")
-    shape.add_argument("--record", action="store_true", help="write the shape that the node has now to that file")
-    shape.add_argument("--force", action="store_true", help="record a bad node as well")
-    add_places(parser)
-
-
-def add_places(parser: Any) -> None:
-    """Register the flags about where the samples are read."""
-    node = ExporterSettings()
-    ask = parser.add_argument_group("the exporter to read; without one, the hardware is read")
-    ask.add_argument("--url", metavar="URL", help=f"its address (default {URL}, if an exporter listens there)")
-    ask.add_argument("--ca-file", type=Path, metavar="FILE", help="authority of its certificate")
-    ask.add_argument("--cert-file", type=Path, metavar="FILE", help="client certificate, if it requires one")
-    ask.add_argument("--key-file", type=Path, metavar="FILE", help="the key of --cert-file")
-    ask.add_argument("--user", metavar="NAME", help="user of its basic authentication")
-    ask.add_argument("--password-file", type=Path, metavar="FILE", help="file with that user's password")
-    read = parser.add_argument_group("the hardware, if no exporter is read")
-    read.add_argument("--direct", action="store_true", help="read the hardware even if an exporter listens")
-    read.add_argument("--state", type=Path, metavar="DIR", help=f"the exporter's state folder (default {node.state})")
-    read.add_argument("--sysfs", type=Path, metavar="DIR", help=f"the kernel's sysfs (default {node.sysfs})")
-    read.add_argument("--kmsg", type=Path, metavar="FILE", help=f"the kernel log (default {node.kmsg})")
-    read.add_argument("--simulate", metavar="NODE", help="a simulated node: h100x8")
+    flags(parser, "check")
+    flags(parser, "samples", ExporterSettings())
 
 
 def _make_wrong_flags_unknown(parser: Any) -> None:

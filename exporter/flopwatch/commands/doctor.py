@@ -8,8 +8,7 @@ from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 
-from flopwatch.commands import Commands, command, given, sources
-from flopwatch.commands.exporter import flags
+from flopwatch.commands import Commands, command, flags, given, sources
 from flopwatch.settings import ExporterSettings, SettingsError
 
 
@@ -18,7 +17,7 @@ def run(options: argparse.Namespace) -> int:
     chosen = given(options, ExporterSettings)
     if options.running:
         parser = argparse.ArgumentParser("flopwatch doctor --running", add_help=False)
-        flags(parser)
+        flags(parser, "exporter", ExporterSettings())
         chosen = given(parser.parse_args(running()), ExporterSettings) | chosen
     settings = ExporterSettings(**chosen)
     import pynvml  # noqa: F401  # of the extra, and what reads the GPUs is another process
@@ -64,4 +63,4 @@ def add(commands: Commands) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON, which the text abbreviates")
     text = "use the flags of the exporter that runs here; given flags override them"
     parser.add_argument("--running", action="store_true", help=text)
-    flags(parser)
+    flags(parser, "exporter", ExporterSettings())

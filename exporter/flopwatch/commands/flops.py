@@ -3,10 +3,9 @@
 import argparse
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flopwatch.commands import Commands, command, given, number
+from flopwatch.commands import Commands, command, flags, given, number
 from flopwatch.settings import SettingsError
 
 if TYPE_CHECKING:
@@ -129,21 +128,5 @@ def _names(text: str) -> tuple[str, ...]:
 def add(commands: Commands) -> None:
     """Register the command and its flags."""
     parser = command(commands, "flops", run, "count the FLOPs a model needs per token and per sequence, term by term")
-    add = parser.add_argument
-    add("config", type=Path, metavar="CONFIG", help="config.json of a Hugging Face model, or a folder that holds one")
-    add("--seq-len", type=_length, required=True, metavar="TOKENS", help="length of a sequence: 8192, or 8k")
-    add("--convention", choices=tuple(FORMULAS), default="causal", help="what is counted (default causal)")
-    text = "also the hardware FLOPs: all layers once more, or only the attention scores"
-    add("--recompute", choices=("full", "selective"), help=text)
-    add("--sequences", type=_positive, metavar="N", help="sequences of a step, over all ranks: also FLOPs per step")
-    add("--json", action="store_true", help="print JSON, with exact integers")
-    add = parser.add_argument_group("where training differs from the file").add_argument
-    add("--vocabulary", type=_positive, metavar="N", help="rows of the LM head, padding included")
-    text = "with or without multi-token prediction (default: as the file declares)"
-    add("--mtp", action=argparse.BooleanOptionalAction, help=text)
-    add("--lora-rank", type=_positive, metavar="R", help="only adapters of this rank train")
-    text = "terms whose matrices have adapters, with commas (default: all but lm_head)"
-    add("--lora-targets", type=_names, metavar="NAMES", help=text)
-    add("--frozen", type=_names, default=(), metavar="NAMES", help="terms whose weights do not train")
-    text = "the first N layers and the input embedding do not train"
-    add("--frozen-layers", type=int, default=0, metavar="N", help=text)
+    flags(parser, "flops", types={"length": _length, "positive": _positive, "names": _names})
+    parser.set_defaults(frozen=())

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flopwatch.commands import Commands, address, command, flag, given, seconds
+from flopwatch.commands import Commands, command, flag, flags, given, seconds
 from flopwatch.settings import LedgerSettings
 
 if TYPE_CHECKING:
@@ -113,19 +113,9 @@ def add(commands: Commands) -> None:
 
 def _flags(parser: argparse.ArgumentParser, **more: Any) -> None:
     defaults = LedgerSettings()
-    web = "TLS, and users of /metrics: a web configuration file of Prometheus exporters (docs/tls.md)"
-    new = "time for which a new run's counters are served as 0, so that Prometheus sees them rise"
-    abandoned = "silence after which a run without an end is given up"
-    for names, kind, metavar, text in (
-        ("--listen --web.listen-address", address, "HOST:PORT", f"default {defaults.listen}"),
-        ("--state", Path, "DIR", f"directory of the ledger's file (default {defaults.state})"),
-        ("--token-file", Path, "FILE", "bearer token that exporters must send"),
-        ("--web-config --web.config.file", Path, "FILE", web),
-        ("--silent-after", seconds, "SECONDS", f"silence that means down (default {defaults.silent_after:g})"),
-        ("--new-for", seconds, "SECONDS", f"{new} (default {defaults.new_for:g})"),
-        ("--abandoned-after", _days, "DAYS", f"{abandoned} (default {defaults.abandoned_after / 86400:g})"),
-    ):
-        flag(parser, names, metavar, text, kind, **more)
+    flags(parser, "ledger serve", defaults, **more)
+    text = f"silence after which a run without an end is given up (default {defaults.abandoned_after / 86400:g})"
+    flag(parser, "--abandoned-after", "DAYS", text, _days, **more)
 
 
 def _days(text: str) -> float:

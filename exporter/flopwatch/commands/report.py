@@ -5,7 +5,7 @@ import sys
 import time
 from pathlib import Path
 
-from flopwatch.commands import Commands, command, number, seconds
+from flopwatch.commands import Commands, command, flags, number, seconds
 from flopwatch.settings import SettingsError
 
 FORMATS = {".html": "html", ".md": "markdown", ".json": "json"}
@@ -52,18 +52,8 @@ _price = number(float, lambda value: 0 <= value < 1e6, "a price of a GPU-hour")
 def add(commands: Commands) -> None:
     """Register the command and its flags."""
     parser = command(commands, "report", report, "write a page about one run: MFU, goodput, losses and their causes")
+    flags(parser, "report", types={"duration": _duration, "price": _price})
     add = parser.add_argument
-    add("run", metavar="RUN", help="name of the run")
-    add("--prometheus", required=True, metavar="URL", help="Prometheus that scrapes the ledger and evaluates the rules")
-    add("--token-file", type=Path, metavar="FILE", help="bearer token of the Prometheus")
-    add("--ledger", metavar="URL", help="ledger, to list each loss with its cause, host, GPU and port")
-    add("--ledger-token-file", type=Path, metavar="FILE", help="bearer token of the ledger")
-    add("--ledger-ca-file", type=Path, metavar="FILE", help="CA that signed the ledger's certificate, for an https URL")
-    add("--tenant", metavar="TENANT", help="tenant of the run, if several have a run of that name")
-    add("--at", type=float, metavar="UNIX_TIME", help="time of the report (default now)")
-    lookback = "how far back the run may have begun (default 90d)"
-    add("--lookback", type=_duration, default=90 * 86_400.0, metavar="TIME", help=lookback)
-    add("--price", type=_price, metavar="X", help="price of a GPU-hour, to show losses in money")
     add("--format", choices=("html", "markdown", "json"), help="default: by the suffix of --out, else html")
     add("--json", action="store_const", const="json", dest="format", help="the same as --format json")
     add("--out", type=Path, metavar="FILE", help="file to write (default standard output)")

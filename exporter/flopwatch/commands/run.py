@@ -14,11 +14,10 @@ import runpy
 import signal
 import sys
 from importlib.machinery import SourceFileLoader
-from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any
 
-from flopwatch.commands import Commands, command, number
+from flopwatch.commands import Commands, command, flags, number
 from flopwatch.settings import SettingsError
 
 if TYPE_CHECKING:
@@ -171,20 +170,5 @@ def add(commands: Commands) -> None:
     parser = command(commands, "run", run, "run a training script unchanged and watch it through PyTorch's hooks")
     parser.usage = "flopwatch run [flags] train.py [arguments ...]\n"
     parser.usage += "       flopwatch run [flags] -m module [arguments ...]"
-    add = parser.add_argument
-    add("script", nargs=argparse.REMAINDER, help="the script and its arguments")
-    add("-m", "--module", action="store_true", help="the script is a module, as in python -m")
-    text = "show MFU, step time and tokens per second in the last line of the terminal (else on stderr every 10 s)"
-    add("--top", action="store_true", help=text)
-    add("--name", metavar="RUN", help="name of the run (else FLOPWATCH_RUN, else the scheduler's job)")
-    tokens = "where a batch has its tokens: a key, an attribute or an index (default input_ids)"
-    add("--tokens-from", metavar="KEY", help=tokens)
-    add("--tokens-per-step", type=_positive, metavar="N", help="tokens of an optimizer step, of one model replica")
-    add("--step-from", metavar="KEY", help="key of the step number in a loaded checkpoint")
-    add("--flops-per-token", type=_positive, metavar="X", help="forward and backward pass (else they are counted)")
-    add("--config", type=Path, metavar="FILE", help="count FLOPs from a Hugging Face config.json")
-    add("--seq-len", type=int, metavar="N", help="with --config: length of the samples (else from the batches)")
-    add("--convention", choices=("causal", "full", "palm"), default="causal", help="how FLOPs are counted")
-    add("--dtype", default="bf16", help="of the matrix multiplications, for the card's peak (default bf16)")
-    add("--peak-flops", type=_positive, metavar="X", help="dense FLOP/s of the card, where `flopwatch peak` refuses it")
-    add("--peak-source", metavar="TEXT", help="where that figure is from; a label")
+    parser.add_argument("script", nargs=argparse.REMAINDER, help="the script and its arguments")
+    flags(parser, "run", types={"positive": _positive})

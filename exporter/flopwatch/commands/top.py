@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flopwatch.commands import Commands, command, given, seconds
-from flopwatch.commands.check import add_places, looks
+from flopwatch.commands import Commands, command, flags, given
+from flopwatch.commands.check import looks
 from flopwatch.settings import ExporterSettings, SettingsError
 
 if TYPE_CHECKING:
@@ -191,11 +191,5 @@ def _percent(ratio: float | None, digits: int = 0) -> str:
 def add(commands: Commands) -> None:
     """Register the command and its flags."""
     parser = command(commands, "top", run, "show this host's ranks, GPUs and health live in the terminal")
-    add = parser.add_argument
-    add("--interval", type=seconds, default=2.0, metavar="SECONDS", help="between two looks (default 2)")
-    add("--once", action="store_true", help="print the tables once, as without a terminal")
-    add("--deadline", type=seconds, default=10.0, metavar="SECONDS", help="maximum duration of a look (default 10)")
-    text = "a Prometheus with flopwatch's rules: adds alerts that fire, and the goodput of the whole run"
-    add("--prometheus", metavar="URL", help=text)
-    add("--token-file", type=Path, metavar="FILE", help="bearer token for that Prometheus")
-    add_places(parser)
+    flags(parser, "top")
+    flags(parser, "samples", ExporterSettings())

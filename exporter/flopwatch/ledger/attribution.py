@@ -9,8 +9,10 @@ import re
 import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
 
-from flopwatch.catalogue.xid import sxids, xids
+from flopwatch.catalogue.xid import read_table, sxids, xids
 from flopwatch.ledger.record import Evidence
 
 # Causes with hardware to repair. On one host they do not contradict each other, since a failing host loses its parts.
@@ -26,41 +28,15 @@ PLANNED = ("completed", "stopped", "preempted", "resized")
 DECISIVE, STRONG, WEAK = 8.0, 4.0, 2.0
 # A silent node outweighs errors of its links, and is outweighed by a fault of its GPUs.
 _NODE_GONE = 5.0
+_WEIGHTS = {"decisive": DECISIVE, "strong": STRONG, "weak": WEAK, "silence": _NODE_GONE}  # words in data/causes.csv
 BEFORE, AFTER = 600.0, 300.0  # seconds around a failure in which a signal can explain it
 # Seconds within which evidence counts as simultaneous, since scrapes are up to a minute apart.
 AT_ONCE = 60.0
 # Lasting conditions. They explain a slow stretch or a stall only if they were present during it.
 _LASTING = frozenset({"throttle", "checkpoint_wait", "data_stall", "link_errors"})
 
-# Raised by PyTorch, its launcher and Python for a lost peer or connection, and for a device error, which has an Xid.
-ECHOES = frozenset(
-    {"DistBackendError", "DistError", "DistNetworkError", "DistStoreError", "DistQueueEmptyError", "NCCLError"}
-    | {"RendezvousConnectionError", "RendezvousTimeoutError", "RendezvousClosedError", "RendezvousGracefulExitError"}
-    | {"ChildFailedError", "SignalException", "ProcessExitedException", "ProcessRaisedException", "AcceleratorError"}
-    | {"ConnectionError", "ConnectionResetError", "ConnectionAbortedError", "ConnectionRefusedError"}
-    | {"BrokenPipeError", "TimeoutError", "EOFError"}
-)
-_LOST_CONNECTION = frozenset(
-    {"ETIMEDOUT", "ECONNRESET", "ECONNREFUSED", "ECONNABORTED", "ENETUNREACH", "EHOSTUNREACH", "EPIPE"}
-)
-_OUT_OF_MEMORY = frozenset({"OutOfMemoryError", "CUDAOutOfMemoryError"})
-# A lost peer is also a RuntimeError with gloo, as is an error of CUDA in PyTorch before 2.8.
-_VAGUE = frozenset({"RuntimeError", "OSError", "Exception", "SystemExit", "CalledProcessError"})
-_STORAGE_ERRORS = frozenset({"ENOSPC", "EDQUOT", "EIO", "ESTALE", "EROFS", "EREMOTEIO", "ENODEV", "EUCLEAN"})
 _CRASHES = frozenset({"SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE"})
 
-# By class of data/xid.csv: cause, weight if the severity is fatal or critical, weight if error. Warnings stop no job.
-_XID: dict[str, tuple[str, float, float]] = {
-    "memory": ("gpu", DECISIVE, DECISIVE),  # the error is 94: contained, but it ends the process
-    "pcie": ("gpu", DECISIVE, STRONG),
-    "firmware": ("gpu", DECISIVE, STRONG),
-    "power": ("gpu", DECISIVE, STRONG),
-    "driver": ("gpu", STRONG, WEAK),
-    "engine": ("gpu", WEAK, WEAK),
-    "security": ("gpu", STRONG, WEAK),
-    "nvlink": ("nvlink", STRONG, WEAK),
-    "application": ("software", STRONG, STRONG),
-}
 _SXID = {"always fatal": DECISIVE, "potentially fatal": STRONG}
 
 
@@ -169,29 +145,36 @@ def _claim(loss: LostTime, evidence: Evidence) -> _Claim | None:
     return _Claim(evidence, cause, weight, text, weight * 0.5 ** (distance / reach if distance else 0.0))
 
 
+class _Reading(NamedTuple):
+    """Line of data/causes.csv: how one kind of evidence, Xid class, exception or errno is read.
+
+    `weight` is for an attempt's end, or for an Xid that is fatal or critical. `other_weight` is for a slow stretch or a
+    stall, or for an Xid with the severity `error`. Exceptions without a cause are echoes: PyTorch, its launcher and
+    Python raise them for a lost peer, and for a device error, which has an Xid. RuntimeError is weak, because a lost
+    peer raises it with gloo, as does an error of CUDA in PyTorch before 2.8.
+    """
+
+    cause: str
+    weight: float
+    other_weight: float
+    text: str
+
+
+@cache
+def _readings() -> dict[tuple[str, str], _Reading]:
+    """Return the lines of data/causes.csv by what they are of, and its name."""
+    readings = {}
+    for row in read_table("causes.csv"):
+        weights = _WEIGHTS[row["weight"]], _WEIGHTS[row["other_weight"]]
+        readings[row["of"], row["name"]] = _Reading(row["cause"], *weights, row["text"])
+    return readings
+
+
 def _interpret(loss: str, evidence: Evidence) -> tuple[str, float, str] | None:
     """Return cause, weight and text of evidence for a kind of loss, or None. The cause of an echo is empty."""
     kind, end = evidence.kind, loss == "end"
     if kind in _EXIT_KINDS:
         return _process_end(kind, evidence.detail) if end else None
-    killed = (WEAK, "the kernel killed a process for memory")
-    if evidence.rank is not None:
-        killed = (DECISIVE, "the kernel killed the rank for memory")
-    readings: dict[str, tuple[str, float, str]] = {
-        "ecc": ("gpu", DECISIVE, "an uncorrectable ECC error"),
-        "row_remap": ("gpu", DECISIVE, "a failed row remap"),
-        "gpu_missing": ("gpu", DECISIVE, "a GPU that is missing"),
-        "nvlink": ("nvlink", WEAK, "NVLink errors"),
-        "link_down": ("network", STRONG, "link down"),
-        "link_errors": ("network", WEAK, "link errors"),
-        "nic": ("network", STRONG, "a network card whose driver reports a fault"),
-        "throttle": ("thermal", WEAK if end else STRONG, f"clocks throttled ({evidence.detail or 'heat or power'})"),
-        "oom": ("out_of_memory", STRONG if end else WEAK, "an allocation that CUDA refused"),
-        "host_oom": ("out_of_memory", *killed),
-        "node_gone": ("host", _NODE_GONE, "a node that fell silent while others reported"),
-        "checkpoint_wait": ("storage", WEAK if end else STRONG, "waiting for a checkpoint"),
-        "data_stall": ("data", WEAK if end else STRONG, "waiting for data"),
-    }
     if kind == "xid":
         return _xid(evidence.detail)
     if kind == "sxid":
@@ -200,16 +183,22 @@ def _interpret(loss: str, evidence: Evidence) -> tuple[str, float, str] | None:
         return None if row is None or weight is None else ("nvlink", weight, f"SXid {evidence.detail} ({row.name})")
     if kind == "node_gone" and loss == "slow":
         return None
-    return readings.get(kind)
+    own = kind == "host_oom" and evidence.rank is not None
+    known = _readings().get(("evidence", "host_oom of a rank" if own else kind))
+    if known is None:
+        return None
+    text = known.text.format(evidence.detail or "heat or power")
+    return known.cause, known.weight if end else known.other_weight, text
 
 
 def _xid(code: str) -> tuple[str, float, str] | None:
     """Return the cause, the weight and a text for an Xid code, or None if such an Xid ends no job."""
     row = xids().get(int(code)) if code.isdecimal() else None
-    if row is None or row.category not in _XID:
+    known = None if row is None else _readings().get(("xid class", row.category))
+    if row is None or known is None:
         return None
-    cause, grave, error = _XID[row.category]
-    weight = {"fatal": grave, "critical": grave, "error": error}.get(row.severity)
+    cause, grave = known.cause, known.weight
+    weight = {"fatal": grave, "critical": grave, "error": known.other_weight}.get(row.severity)
     if code == "43":  # follows any fault of the job's channel
         weight = WEAK
     return None if weight is None else (cause, weight, f"Xid {code} ({row.name})")
@@ -224,18 +213,11 @@ def _process_end(kind: str, detail: str) -> tuple[str, float, str]:
         text = f"a process ended by {name}" if name else f"a process that ended with status {detail or 'unknown'}"
         return ("software", WEAK, text) if name in _CRASHES else ("", 0.0, text)
     name, _, more = detail.partition(" ")
-    text = detail or "an exception"
-    if name in _OUT_OF_MEMORY:
-        return "out_of_memory", DECISIVE, text
-    if name == "MemoryError" or more == "ENOMEM":
-        return "out_of_memory", STRONG, text
-    if more in _STORAGE_ERRORS:
-        return "storage", STRONG, text
-    if name in ECHOES or more in _LOST_CONNECTION:
-        return "", WEAK, text
-    if name == "KeyboardInterrupt":
-        return "planned", STRONG, "Ctrl-C"
-    return "software", WEAK if name in _VAGUE or not name else STRONG, text
+    found = [known for key in (("errno", more), ("exception", name)) if (known := _readings().get(key)) is not None]
+    if not found:
+        return "software", STRONG if name else WEAK, detail or "an exception"
+    known = max(found, key=lambda one: one.weight)
+    return known.cause, known.weight, known.text or detail
 
 
 def _signal_name(kind: str, detail: str) -> str:
