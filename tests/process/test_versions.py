@@ -471,6 +471,8 @@ def test_the_report_of_a_run_is_the_same(tmp_path: Path) -> None:
     assert reference["goodput"] == pytest.approx(6000 / 7895)
     for report in (reference, *found.values()):
         report["mfu_over_time"] = sorted({value for _, value in report["mfu_over_time"]})
+        # Written series have no stale markers, so Prometheus repeats their last power for five minutes.
+        report["energy"]["joules"] /= report["energy"].pop("seconds")
     wrong = [f"{name}{line}" for name, report in found.items() for line in differences(reference, report, 0.02)]
     assert not wrong, "\n".join(wrong)
 
