@@ -405,6 +405,7 @@ def ours() -> list[Scrape]:
     return scrapes
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("source", ["flopwatch", "until 4.8", "from 4.9"])
 def test_faults_fire_the_same_alerts_as_with_our_exporter_and_no_others(source: str, tmp_path: Path) -> None:
     made = ours() if source == "flopwatch" else captured()
@@ -489,6 +490,7 @@ EMPTY = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("generation", GENERATIONS)
 def test_every_panel_that_can_be_fed_has_data(node: dict[str, list[Scrape]], generation: str, tmp_path: Path) -> None:
     series = list(input_series(further(node[generation], generation), DCGM))

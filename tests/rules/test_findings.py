@@ -36,7 +36,7 @@ OBJECTS: dict[tuple[str, ...], tuple[str, str, str]] = {
     ("run",): ("run", "Health", "Firing alerts on the run"),
 }
 # What claims that whole objects are well while its panel is empty, or 0.
-CLAIM = re.compile(r"\b(all|each|every|everything|healthy|well|fine|good|ok|needs?|problems?|alert fires)\b")
+CLAIM = re.compile(r"\b(all|each|every|everything|healthy|well|fine|good|ok|needs?|problems?|alert on [a-z ]+ fires)\b")
 DEFINITION = "ALERTS{"
 # Alerts on a part that all GPUs of a host share. Each of these GPUs is shown as not well.
 SHARED = ("GpuDriverNotLoaded", "NvswitchSxid")
