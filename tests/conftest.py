@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import gc
 import os
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -17,6 +19,7 @@ settings.register_profile("flopwatch", deadline=timedelta(seconds=20), suppress_
 settings.load_profile("flopwatch")
 
 MAX_FILES = 500
+FIGURE = "figure"
 # Seconds per file on two idle cores; `make durations` measures them again.
 DURATIONS = TESTS / "durations.csv"
 
@@ -26,6 +29,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     with DURATIONS.open(newline="") as file:
         seconds = {row["file"]: float(row["seconds"]) for row in csv.DictReader(file)}
     items.sort(key=lambda item: -seconds.get(item.path.relative_to(ROOT).as_posix(), 0.0))
+
+
+@pytest.fixture
+def figure(record_property: Callable[[str, object], None]) -> Callable[[str], None]:
+    """Return a function that takes a measured figure as text. The summary prints it, also of a test on a worker."""
+    return partial(record_property, FIGURE)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the figures that tests measured."""
+    for report in terminalreporter.getreports("passed"):
+        for name, text in report.user_properties:
+            if name == FIGURE:
+                terminalreporter.write_line(str(text))
 
 
 @pytest.hookimpl(trylast=True)

@@ -111,37 +111,26 @@ def quiet_minute(stack: DemoStack) -> tuple[float, float]:
     return begin, begin + 65
 
 
-@pytest.fixture
-def report(capsys: pytest.CaptureFixture[str]) -> Callable[[str], None]:
-    """Print a measured figure past pytest's capture."""
-
-    def say(text: str) -> None:
-        with capsys.disabled():
-            print(f"\n    {text}", end="", flush=True)
-
-    return say
-
-
 def log(stack: DemoStack) -> JobLog:
     return JobLog.read(stack.train_log)
 
 
-Report = Callable[[str], None]
+Figure = Callable[[str], None]
 
 
 def test_symbol_errors_on_one_port_deliver_one_slack_message_that_names_device_and_port(
-    stack: DemoStack, quiet_minute: tuple[float, float], report: Report
+    stack: DemoStack, quiet_minute: tuple[float, float], figure: Figure
 ) -> None:
     injected = time.time()
     stack.node.symbol_errors(SICK_PORT, per_second=20)
     message = wait_for("the link alert", lambda: firing(stack, "slack", "InfinibandLinkErrors"), 60, stack)[0]
     text = alerts_in(message)
     assert f"Port 1 of {SICK_PORT} on {socket.gethostname()}: " in text
-    report(f"symbol errors to Slack: {message.at - injected:.1f} s")
+    figure(f"symbol errors to Slack: {message.at - injected:.1f} s")
 
 
 def test_xid_79_on_one_gpu_pages_pagerduty_and_nothing_else_does(
-    stack: DemoStack, quiet_minute: tuple[float, float], report: Report
+    stack: DemoStack, quiet_minute: tuple[float, float], figure: Figure
 ) -> None:
     injected = time.time()
     stack.node.xid(SICK_GPU, 79)
@@ -149,7 +138,7 @@ def test_xid_79_on_one_gpu_pages_pagerduty_and_nothing_else_does(
     text = alerts_in(page)
     assert stack.node.uuid(SICK_GPU) in text
     assert "79" in page.payload["payload"]["summary"]
-    report(f"Xid 79 to PagerDuty: {page.at - injected:.1f} s")
+    figure(f"Xid 79 to PagerDuty: {page.at - injected:.1f} s")
     assert {message.payload["dedup_key"] for message in stack.receiver.of("pagerduty")} == {page.payload["dedup_key"]}
 
 
@@ -163,7 +152,7 @@ def test_a_lost_gpu_is_a_series_at_zero_and_keeps_its_identity(stack: DemoStack)
 
 
 def test_live_mfu_is_the_tokens_of_the_jobs_log_times_flops_derived_by_hand(
-    stack: DemoStack, quiet_minute: tuple[float, float], report: Report
+    stack: DemoStack, quiet_minute: tuple[float, float], figure: Figure
 ) -> None:
     begin, end = quiet_minute
     wait_for("the quiet minute's end", lambda: time.time() > end + 1, 90, stack)
@@ -178,7 +167,7 @@ def test_live_mfu_is_the_tokens_of_the_jobs_log_times_flops_derived_by_hand(
     )
     live = stack.prometheus.value(f"{work} / {capacity}", at=end)
     assert live is not None
-    report(f"MFU: live {live:.4%}, from the job's log {truth:.4%}, difference {live / truth - 1:+.2%}")
+    figure(f"MFU: live {live:.4%}, from the job's log {truth:.4%}, difference {live / truth - 1:+.2%}")
     # A step is counted when it ends, so at either end of the window one may be in one of the two and not in the other.
     assert live == pytest.approx(truth, rel=max(0.02, 2 / steps))
     recorded = stack.prometheus.value("run:training_mfu:ratio_rate5m", at=end)
@@ -223,7 +212,7 @@ def test_every_query_of_every_dashboard_can_be_answered(stack: DemoStack, name: 
         stack.prometheus.query_range(filled(mark["target"]["expr"], variables), end - 60, end, 5)
 
 
-def test_metrics_answer_in_time_while_the_driver_hangs_and_recover(stack: DemoStack, report: Report) -> None:
+def test_metrics_answer_in_time_while_the_driver_hangs_and_recover(stack: DemoStack, figure: Figure) -> None:
     def metrics() -> str:
         with urllib.request.urlopen(f"http://{stack.exporter_address}/metrics", timeout=PATIENCE) as reply:
             return str(reply.read(), "utf-8")
@@ -246,7 +235,7 @@ def test_metrics_answer_in_time_while_the_driver_hangs_and_recover(stack: DemoSt
         return time.monotonic() - began
 
     took = shortest(scrape, 3)
-    report(f"/metrics with the driver hung: {took:.2f} s")
+    figure(f"/metrics with the driver hung: {took:.2f} s")
     assert took < 3
     assert sample(while_hung, nvml_success) == "0.0"
     assert temperature.search(while_hung), "the last good samples are served for a while"
@@ -265,7 +254,7 @@ def test_metrics_answer_in_time_while_the_driver_hangs_and_recover(stack: DemoSt
 
 
 def test_killing_the_exporter_loses_no_ledger_second_and_does_not_disturb_the_job(
-    stack: DemoStack, report: Report
+    stack: DemoStack, figure: Figure
 ) -> None:
     started, step = log(stack).of("start")[0]["process_started"], log(stack).step
     stack.restart_exporter(kill=True)
@@ -285,7 +274,7 @@ def test_killing_the_exporter_loses_no_ledger_second_and_does_not_disturb_the_jo
         assert books is not None
         if books == pytest.approx(at - started, rel=0.005):
             break
-    report(f"exporter killed: wall less buckets and open {at - started - books:+.2f} s of {at - started:.0f} s")
+    figure(f"exporter killed: wall less buckets and open {at - started - books:+.2f} s of {at - started:.0f} s")
     assert books == pytest.approx(at - started, rel=0.005)
     assert stack.prometheus.value(f'{c.RUN_SECONDS_TOTAL}{{run="{RUN}",bucket="down"}}') == 0, "the job was never down"
     assert len(log(stack).of("start")) == 1
@@ -293,7 +282,7 @@ def test_killing_the_exporter_loses_no_ledger_second_and_does_not_disturb_the_jo
 
 
 def test_a_rank_slowed_by_30_percent_delivers_one_slack_message_that_names_run_rank_host_and_gpu(
-    stack: DemoStack, report: Report
+    stack: DemoStack, figure: Figure
 ) -> None:
     assert firing(stack, "slack", "TrainingStraggler") == [], "a false alarm before the rank was slowed"
     slowed = time.time()
@@ -303,7 +292,7 @@ def test_a_rank_slowed_by_30_percent_delivers_one_slack_message_that_names_run_r
     host = stack.prometheus.query(f'{c.TRAINING_RANK_INFO}{{run="{RUN}",rank="{SLOW_RANK}"}}')[0][0]["host"]
     for named in (f"Rank {SLOW_RANK} of run {RUN}", host, stack.node.uuid(SLOW_RANK)):
         assert named in text
-    report(f"slow rank to Slack: {message.at - slowed:.1f} s")
+    figure(f"slow rank to Slack: {message.at - slowed:.1f} s")
     url = f"http://{stack.exporter_address}/metrics"
     table = flopwatch_command("top", "--url", url, "--prometheus", stack.prometheus.url)
     assert f"firing: TrainingStraggler run {RUN}" in table.stdout, table.stderr
@@ -312,7 +301,7 @@ def test_a_rank_slowed_by_30_percent_delivers_one_slack_message_that_names_run_r
     stack.control(slow={})
 
 
-def test_goodput_after_a_killed_rank_agrees_with_the_jobs_log(stack: DemoStack, report: Report) -> None:
+def test_goodput_after_a_killed_rank_agrees_with_the_jobs_log(stack: DemoStack, figure: Figure) -> None:
     wait_for("60 steps after the checkpoint", lambda: log(stack).step >= CHECKPOINT_EVERY + 60, 120, stack)
     killed_in = log(stack).step + 1
     os.kill(stack.rank_pid(KILLED_RANK), signal.SIGKILL)
@@ -341,14 +330,14 @@ def test_goodput_after_a_killed_rank_agrees_with_the_jobs_log(stack: DemoStack, 
     }
     opened = stack.prometheus.value(f'{c.RUN_OPEN_SECONDS}{{run="{RUN}"}}') or 0.0
     true_goodput = truth["productive"] / truth["wall"]
-    report(f"goodput: ledger {goodput:.4f}, job's log {true_goodput:.4f}")
-    report(f"lost: ledger {seconds['lost']:.2f} s, job's log {truth['lost']:.2f} s")
+    figure(f"goodput: ledger {goodput:.4f}, job's log {true_goodput:.4f}")
+    figure(f"lost: ledger {seconds['lost']:.2f} s, job's log {truth['lost']:.2f} s")
     wall = sum(seconds.values()) - seconds["queue"] + opened
-    report(f"wall: buckets + open {wall:.2f} s, job's log {truth['wall']:.2f} s")
-    report(f"buckets: { {bucket: round(value, 1) for bucket, value in seconds.items() if value} }")
+    figure(f"wall: buckets + open {wall:.2f} s, job's log {truth['wall']:.2f} s")
+    figure(f"buckets: { {bucket: round(value, 1) for bucket, value in seconds.items() if value} }")
     retained = stack.prometheus.value(f'{c.RUN_RETAINED_FLOPS_TOTAL}{{run="{RUN}"}}')
     work_done_once = log(stack).step * log(stack).of("start")[0]["tokens_per_step"] * FLOPS_PER_TOKEN
-    report(f"retained model FLOPs: ledger {retained:.4e}, job's log {work_done_once:.4e}")
+    figure(f"retained model FLOPs: ledger {retained:.4e}, job's log {work_done_once:.4e}")
     assert retained == pytest.approx(work_done_once, rel=0.02)
     assert goodput == pytest.approx(true_goodput, abs=0.01)
     assert seconds["lost"] == pytest.approx(truth["lost"], abs=0.05 * truth["lost"] + PUSH)

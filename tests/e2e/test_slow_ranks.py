@@ -50,7 +50,7 @@ def notified(stack: DemoStack, rank: str) -> bool:
 
 
 def test_a_slow_rank_is_named_and_notified_and_no_rank_without_a_slowdown(
-    seed: int, stack: DemoStack, capsys: pytest.CaptureFixture[str]
+    seed: int, stack: DemoStack, figure: Callable[[str], None]
 ) -> None:
     slower, slow = str(seed % RANKS), str((seed + 2) % RANKS)
     took: dict[str, float] = {}
@@ -80,9 +80,8 @@ def test_a_slow_rank_is_named_and_notified_and_no_rank_without_a_slowdown(
     stack.control(slow={slow: 0.15})
     wait("15 % named", until=lambda: named(stack) == {slow})
     assert named(stack, 3600) == {slower, slow}
-    with capsys.disabled():
-        print(
-            f"\n    seed {seed}: no rank named in {took['measured for two verdicts']:.0f} s; rank {slower}, 30 % "
-            f"slower, notified after {took['30 % notified']:.0f} s; rank {slow}, 15 % slower, named after "
-            f"{took['15 % named']:.0f} s"
-        )
+    figure(
+        f"seed {seed}: no rank named in {took['measured for two verdicts']:.0f} s; rank {slower}, 30 % "
+        f"slower, notified after {took['30 % notified']:.0f} s; rank {slow}, 15 % slower, named after "
+        f"{took['15 % named']:.0f} s"
+    )

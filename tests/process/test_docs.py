@@ -130,7 +130,7 @@ BLOCKS: dict[str, dict[str, Ran | Elsewhere | Needs]] = {
     "adding.md": {"make generate": Needs("the example of the page in the tree")},
     "alerts.md": {
         "python -m alerts OUT": Ran(
-            "OUT/rules/host.yaml\nOUT/rules/run.yaml\nOUT/rules/fleet.yaml\nOUT/alertmanager.yml\n"
+            "OUT/rules/host.yaml\nOUT/rules/run.yaml\nOUT/rules/fleet.yaml\nOUT/optional/dcgm.yaml\nOUT/alertmanager.yml\n"
         ),
         "flopwatch maintenance start": Elsewhere("tests/process/test_maintenance.py"),
     },
