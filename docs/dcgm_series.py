@@ -1,4 +1,4 @@
-"""Table of docs/dcgm.md: the field of dcgm-exporter behind each GPU series of flopwatch, or why there is none."""
+"""Table of docs/dcgm.md: the field of dcgm-exporter behind each GPU series of flopwatch, or why it cannot be had."""
 
 from __future__ import annotations
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -60,7 +62,7 @@ class Host:
     def print(self, what: str, text: str) -> None:
         self.file(what).write_text(text)
 
-    def change(self, what: str, change: Callable[[list[dict[str, object]]], object]) -> None:
+    def change(self, what: str, change: Callable[[list[dict[str, Any]]], object]) -> None:
         document = json.loads(self.file(what).read_text())
         change(document["gpu_data"])
         self.print(what, json.dumps(document))
@@ -111,7 +113,7 @@ def test_the_program_runs_every_15_s_and_rarely_for_what_hardly_changes(host: Ho
 def test_time_throttled_is_added_up_between_runs(host: Host) -> None:
     host.read()
     more = {"accumulation_counter": 8213780 + 15_000, "ppt_accumulated": 2 + 5000}
-    host.change("metric", lambda gpus: [gpu["throttle"].update(more) for gpu in gpus])  # type: ignore[attr-defined]
+    host.change("metric", lambda gpus: [gpu["throttle"].update(more) for gpu in gpus])
     samples = host.read(15)
     assert value(samples, m.GPU_CLOCK_EVENT_SECONDS_TOTAL, "1", UUIDS[1], "sw_power_cap") == pytest.approx(5)
     assert value(samples, m.GPU_CLOCK_EVENT_SECONDS_TOTAL, "1", UUIDS[1], "hw_thermal_slowdown") == 0
@@ -216,7 +218,8 @@ def test_a_killed_reader_process_leaves_no_program_behind(host: Host) -> None:
         reader.ask(0.1)
         assert reader._child is not None
         process = reader._child.process
-        threads = Path(f"/proc/{process.pid}/task")  # type: ignore[union-attr]
+        assert isinstance(process, subprocess.Popen)
+        threads = Path(f"/proc/{process.pid}/task")
         until(lambda: host.file("calls").exists())
         (pid,) = (int(one) for file in threads.glob("*/children") for one in file.read_text().split())
         process.kill()
