@@ -7,7 +7,6 @@ import gc
 import os
 from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -32,9 +31,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture
-def figure(record_property: Callable[[str, object], None]) -> Callable[[str], None]:
+def figure(request: pytest.FixtureRequest) -> Callable[[str], None]:
     """Return a function that takes a measured figure as text. The summary prints it, also of a test on a worker."""
-    return partial(record_property, FIGURE)
+    return lambda text: request.node.user_properties.append((FIGURE, text))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
