@@ -29,7 +29,7 @@ from tests.support.job_log import JobLog
 from tests.support.machine import PATIENCE, shortest
 from tests.support.promql_labels import EXTERNAL
 
-pytestmark = [pytest.mark.long, pytest.mark.alone, pytest.mark.e2e, pytest.mark.torch, pytest.mark.timeout(1000)]
+pytestmark = [pytest.mark.long, pytest.mark.paired, pytest.mark.e2e, pytest.mark.torch, pytest.mark.timeout(1000)]
 
 RUN = "lm-e2e"
 PACE = 15.0  # a minute of the shipped rules is four seconds here
