@@ -12,7 +12,7 @@ WORST = 12
 PORT = "instance, device, port"
 PLACE = f"topk by ({PORT}) (1, max by ({PORT}, host, role, rail) ({m.INFINIBAND_INFO}))"
 HERE = f'{m.INFINIBAND_INFO}{{host=~"$host"}}'
-NAME = "{{host}} {{device}}/{{port}} rail {{rail}}"
+NAME = "{{host}} {{device}}/{{port}}"
 TO_NODE = [p.to_node(d.LABEL % "host")]
 RUN = '{run=~"$run"}'
 CHOSEN = 'host=~"$host"'

@@ -121,7 +121,8 @@ cards = [
             d.Column("Health", f"max by (uuid) ({FINDINGS})", mappings=findings.HEALTH),
             d.Column(
                 "Finding",
-                f'topk by (uuid) (1, label_join({FINDINGS}, "finding", "", "alertname", "reason"))',
+                f"max by (uuid, finding) (topk by (uuid) (1, "
+                f'label_join({FINDINGS}, "finding", "", "alertname", "reason")))',
                 unit=None,
             ),
             d.Column("Answers", f"min by (uuid) ({m.GPU_PRESENT} == 0)", mappings={0: ("no", "red")}),

@@ -79,17 +79,9 @@ def timeseries(
         # Without it, Grafana gives a line of zeros an axis up to 100.
         "axisSoftMax": 0.1 if unit == "percentunit" else 1,
     }
-    overrides = _colored(colors)
-    if band is not None:
-        gray, edge = (
-            {"id": "color", "value": {"mode": "fixed", "fixedColor": "gray"}},
-            {"id": "custom.lineWidth", "value": 0},
-        )
-        fill = {"id": "custom.fillBelowTo", "value": band[0]}, {"id": "custom.fillOpacity", "value": 25}
-        unlisted = {"id": "custom.hideFrom", "value": {"legend": True, "tooltip": False, "viz": False}}
-        overrides += [override(band[0], gray, edge, unlisted), override(band[1], gray, edge, unlisted, *fill)]
-        overrides += [override("median", gray, {"id": "custom.lineWidth", "value": 2})]
-    defaults: Json = {"unit": unit, "color": {"mode": "palette-classic"}, "custom": custom}
+    # By name, a rank that stands out has the same color in each such panel of a dashboard.
+    palette = "palette-classic" if band is None else "palette-classic-by-name"
+    defaults: Json = {"unit": unit, "color": {"mode": palette}, "custom": custom}
     if top is not None:
         defaults |= {"min": 0, "max": top}
     options = {
@@ -106,8 +98,23 @@ def timeseries(
         options,
         (width, height),
         no_data,
-        overrides=overrides,
+        overrides=_colored(colors) + ([] if band is None else _banded(*band)),
     )
+
+
+def _banded(low: str, high: str) -> list[Json]:
+    """Return the overrides that draw a gray band between the series `low` and `high`, and the median in it."""
+    gray, edge = (
+        {"id": "color", "value": {"mode": "fixed", "fixedColor": "gray"}},
+        {"id": "custom.lineWidth", "value": 0},
+    )
+    fill = {"id": "custom.fillBelowTo", "value": low}, {"id": "custom.fillOpacity", "value": 25}
+    unlisted = {"id": "custom.hideFrom", "value": {"legend": True, "tooltip": False, "viz": False}}
+    return [
+        override(low, gray, edge, unlisted),
+        override(high, gray, edge, unlisted, *fill),
+        override("median", gray, {"id": "custom.lineWidth", "value": 2}),
+    ]
 
 
 def _colored(colors: Mapping[str, str] | None) -> list[Json]:

@@ -47,6 +47,13 @@ ERRORS: list[d.Threshold] = [(None, "green"), (1, "red")]
 FEW: list[d.Threshold] = [(None, "green"), (1, "orange")]
 HELD = 'reason!~"sw_power_cap|gpu_idle"'  # a power cap under full load is normal
 ONE_IS_BAD: d.Mappings = {0: ("no", "green"), 1: ("yes", "red")}
+PORT_STATES: d.Mappings = {
+    1: ("down", "red"),
+    2: ("initialising", "orange"),
+    3: ("armed", "orange"),
+    4: ("active", "green"),
+    5: ("deferred", "orange"),
+}
 
 # Green is progress, red is lost, amber waits, blue saves or restores, purple prepares.
 BUCKETS = {

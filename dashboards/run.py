@@ -227,7 +227,7 @@ ranks = [
         d.Query(f"{r.STRAGGLER_LOST}{{{RUN}}}", "lost"),
         unit="percentunit",
         thresholds=LATE,
-        width=10,
+        width=9,
     ),
     d.stat(
         "Straggler",
@@ -236,7 +236,7 @@ ranks = [
         d.Query(f"{r.CONFIRMED}{{{RUN}}}", "rank {{rank}} on {{host}}", instant=True),
         name=True,
         thresholds=LATE,
-        width=4,
+        width=6,
         height=8,
         links=[d.link("Stragglers", p.STRAGGLERS, run="$run")],
         no_data="No rank is a straggler now.",
@@ -249,7 +249,7 @@ ranks = [
         *p.outliers(f"{r.WAIT}{{{RUN}}}", "rank {{rank}}", "bottomk"),
         unit="percentunit",
         band=p.BAND,
-        width=10,
+        width=9,
     ),
     d.table(
         "Ranks and their GPUs",
@@ -290,7 +290,7 @@ gpus = [
         "Power per GPU",
         "Power of the three GPUs of the run that draw least, the median, and a band with 90 % of its GPUs. Expected: a "
         "narrow band. A GPU far below it is idle or throttled.",
-        *p.outliers(per_rank(POWER), "rank {{rank}} {{host}}", "bottomk"),
+        *p.outliers(per_rank(POWER), "rank {{rank}}", "bottomk"),
         unit="watt",
         band=p.BAND,
         width=6,
@@ -299,7 +299,7 @@ gpus = [
         "SM clock per GPU",
         "SM clock of the run's three GPUs with the lowest clocks, the median, and a band with 90 % of its GPUs. "
         "Expected: a narrow band under load. Otherwise look at throttling.",
-        *p.outliers(per_rank(str(m.GPU_SM_CLOCK_HERTZ)), "rank {{rank}} {{host}}", "bottomk"),
+        *p.outliers(per_rank(str(m.GPU_SM_CLOCK_HERTZ)), "rank {{rank}}", "bottomk"),
         unit="hertz",
         band=p.BAND,
         width=6,
@@ -308,7 +308,7 @@ gpus = [
         "Temperature per GPU",
         "Temperature of the run's three hottest GPUs, the median, and a band with 90 % of its GPUs. Expected: no "
         "outlier, and no thermal throttling. Each GPU model has its own limit. The dashed lines are a guide.",
-        *p.outliers(per_rank(str(m.GPU_TEMPERATURE_CELSIUS)), "rank {{rank}} {{host}}"),
+        *p.outliers(per_rank(str(m.GPU_TEMPERATURE_CELSIUS)), "rank {{rank}}"),
         unit="celsius",
         band=p.BAND,
         thresholds=HOT,

@@ -37,6 +37,16 @@ def by_port(expr: str) -> str:
     return f'label_join({expr}, "key", " ", "rank", "device", "port")'
 
 
+def of_port(expr: str, on: str = PORT) -> str:
+    """Return the values of `expr`, whose series have the labels `on`, by the `key` of the ports in NEAREST."""
+    return f"max by (key) ({by_port(f'{NEAREST} * on ({on}) group_left () {expr}')})"
+
+
+# The share of each step that is lost, by what makes ranks wait, in words where the kind alone is not clear.
+LOST = (
+    f"label_replace(label_replace(max by (kind) ({m.RUN_STRAGGLER_RATIO}{{{RUN}}}), "
+    '"kind", "late $1", "kind", "(rank|host|group|stage)"), "kind", "slow link", "kind", "link")'
+)
 MESH = "pp {{pp}} dp {{dp}} tp {{tp}} rank {{rank}}"
 TO_NODE = [p.to_node(d.LABEL % "host")]
 
@@ -64,7 +74,7 @@ verdict = [
         "What makes ranks wait. Late ranks, a host, or a link or stage of the pipeline are where to look. With "
         "`imbalance`, ranks are late in turn. With `communication`, all wait longer than usual. Expected: nothing.",
         d.Query(
-            f"topk(1, max by (kind) ({m.RUN_STRAGGLER_RATIO}{{{RUN}}}) > 0) or label_replace(max by (reason) "
+            f"topk(1, {LOST} > 0) or label_replace(max by (reason) "
             f'({m.RUN_STRAGGLER_UNAVAILABLE}{{{RUN}}}), "kind", "unknown ($1)", "reason", "(.*)")',
             "{{kind}}",
             instant=True,
@@ -121,7 +131,7 @@ parts = [
         "Lost share by reason",
         "Share of each step that the run loses, by what makes ranks wait. Expected: 0 %. `imbalance` and "
         "`communication` are no rank's fault.",
-        d.Query(f"max by (kind) ({m.RUN_STRAGGLER_RATIO}{{{RUN}}}) > 0", "{{kind}}"),
+        d.Query(f"{LOST} > 0", "{{kind}}"),
         unit="percentunit",
         thresholds=p.LATE,
         no_data="The run loses no share of its steps, or its waits are not measured.",
@@ -207,19 +217,15 @@ parts = [
     d.table(
         "Ports nearest to these GPUs",
         "Compute ports that the PCI path places nearest to the GPUs of these ranks, with errors in the time shown. "
-        "Expected: active (state 4), rates alike, and no errors. NCCL may use another port, for instance if "
+        "Expected: active ports, rates alike, and no errors. NCCL may use another port, for instance if "
         "`NCCL_IB_HCA` is set.",
         [
             d.Column("Place", by_port(f"max by (rank, host, gpu, device, port, affinity) ({NEAREST})"), unit=None),
+            d.Column("Wait", of_port(NOW_LATEST, "rank"), "percentunit"),
+            d.Column("State", of_port(f"max by ({PORT}) ({m.INFINIBAND_PORT_STATE_ID})"), mappings=p.PORT_STATES),
             *(
-                d.Column(
-                    name,
-                    f"max by (key) ({by_port(f'{NEAREST} * on ({PORT}) group_left () max by ({PORT}) ({expr})')})",
-                    unit,
-                    thresholds,
-                )
+                d.Column(name, of_port(f"max by ({PORT}) ({expr})"), unit, thresholds)
                 for name, expr, unit, thresholds in (
-                    ("State", str(m.INFINIBAND_PORT_STATE_ID), "none", [(None, "red"), (4, "green")]),
                     ("Rate", str(m.INFINIBAND_PORT_RATE_BYTES_PER_SECOND), "Bps", ()),
                     ("Sent", f"rate({m.INFINIBAND_TRANSMIT_DATA_BYTES_TOTAL}[5m])", "Bps", ()),
                     ("Symbol errors", f"increase({m.INFINIBAND_SYMBOL_ERRORS_TOTAL}[$__range])", "none", p.ERRORS),
@@ -237,7 +243,8 @@ parts = [
             "affinity": "PCI path",
             "key": "Key",
         },
-        sort="Symbol errors",
+        sort="Wait",
+        ascending=True,
         links={"Node": [p.to_node(d.FIELD % "Node"), p.to_fabric(d.FIELD % "Node")]},
         hidden=["Key"],
         height=8,

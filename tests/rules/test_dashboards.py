@@ -398,7 +398,7 @@ OTHERS = """
   training_rank_info{run="lm",rank="1",host="n2",uuid="B"}                                                 1x30
   training_rank_info{run="other",rank="0",host="n3",uuid="C"}                                              1x30
   rank:training_collective_wait:ratio{run="lm",rank="0"}                                                   0.3x30
-  rank:training_collective_wait:ratio{run="lm",rank="1"}                                                   0x30
+  rank:training_collective_wait:ratio{run="lm",rank="1"}                                                   0.1x30
   node_uname_info{instance="e1",nodename="n1.example.org",release="5"}                                     1x30
   node_uname_info{instance="e2",nodename="n2",release="5"}                                                 1x30
   node_uname_info{instance="e2",nodename="n2",release="6"}                                                 1x30
@@ -460,7 +460,8 @@ PORT = '{key="1 mlx5_%s 1"%s}'
 PLACE = ', rank="1", host="n2", gpu="4", device="mlx5_%s", port="1", affinity="PIX"'
 FROM_OTHERS: dict[tuple[str, str], dict[str, float]] = {
     ("Ports nearest to these GPUs", "A"): {PORT % (device, PLACE % device): 1 for device in "01"},
-    ("Ports nearest to these GPUs", "B"): {PORT % ("0", ""): 4, PORT % ("1", ""): 1},
+    ("Ports nearest to these GPUs", "B"): {PORT % (device, ""): 0.1 for device in "01"},
+    ("Ports nearest to these GPUs", "C"): {PORT % ("0", ""): 4, PORT % ("1", ""): 1},
     ("CPUs of the hosts of these ranks", "A"): {'{host="n1"}': 0.2, '{host="n2"}': 0.4},
     ("CPUs of the hosts of these ranks", "B"): {'{host="n2"}': 7},
     ("CPUs of the hosts of these ranks", "C"): {'{host="n2"}': 0.04},

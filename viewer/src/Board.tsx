@@ -2,6 +2,7 @@
 import { getTimeZoneInfo, rangeUtil, type TimeRange } from '@grafana/data';
 import {
   Alert, Combobox, Dropdown, Input, Menu, MultiCombobox, RefreshPicker, TimeRangePicker, ToolbarButton,
+  useTheme2,
 } from '@grafana/ui';
 import { useCallback, useEffect, useMemo, useRef, useState } from 'react';
 import { Alone } from './Alone';
@@ -145,7 +146,7 @@ function useMarks(board: BoardModel, chosen: Chosen | undefined, range: TimeRang
               before.to = time * 1000;
             } else {
               made.push({
-                from: time * 1000, to: time * 1000, color: one.iconColor,
+                name: one.name, from: time * 1000, to: time * 1000, color: one.iconColor,
                 title: legend(one.titleFormat, metric, one.name), text: legend(one.textFormat || ' ', metric, ''),
               });
             }
@@ -240,6 +241,7 @@ export function Board({ board, boards, parameters, settings, theme }: {
   }
   const chosen = useVariables(models, given, range);
   const marks = useMarks(board, chosen, range, settings.scrape_interval);
+  const colors = useTheme2();
   const values = chosen?.values;
   const asking: Asking | undefined = useMemo(() => values && {
     models, values, range, raw, zone, scrape: settings.scrape_interval, marks,
@@ -285,6 +287,11 @@ export function Board({ board, boards, parameters, settings, theme }: {
         </h1>
         {models.filter((model) => !['datasource', 'constant'].includes(model.type) && model.hide !== 2).map((model) => (
           <Variable key={model.name} model={model} models={models} chosen={chosen} />
+        ))}
+        {[...new Map(marks.map(({ name, color }) => [name, color]))].map(([name, color]) => (
+          <span key={name} className="variable" title="dashed lines and bars in the charts">
+            <i className="key" style={{ background: colors.visualization.getColorByName(color) }} /> {name}
+          </span>
         ))}
         <span className="gap" />
         <TimeRangePicker

@@ -86,6 +86,7 @@ export interface Moment {
 
 // An annotation: a line through a chart and a bar below it.
 export interface Mark {
+  name: string; // of the annotation
   from: number; // milliseconds
   to: number;
   color: string;

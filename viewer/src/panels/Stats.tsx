@@ -2,9 +2,9 @@ import { BigValue, BigValueGraphMode, BigValueTextMode, useTheme2 } from '@grafa
 import type { Drawing } from '../model';
 import { Values } from './values';
 
-// Whether a text on one line would be too small to read. Then it is wrapped, which Grafana's component cannot do.
-function tooLong(text: string | undefined, width: number): boolean {
-  return (text?.length ?? 0) * 8 > width;
+// Whether a text on one line would be small. Then it is wrapped between words; Grafana's component also cuts at a hyphen.
+function long(text: string | undefined, width: number): boolean {
+  return (text?.length ?? 0) * 14 > width;
 }
 
 export function Stats(drawing: Drawing) {
@@ -12,9 +12,9 @@ export function Stats(drawing: Drawing) {
   const { colorMode, graphMode, justifyMode, textMode } = drawing.panel.options;
   return (
     <Values drawing={drawing} sparkline={graphMode !== BigValueGraphMode.None} autoGrid
-      draw={({ value, width, height, count, factors, onClick }) => textMode === 'name' && tooLong(value.display.title, width) ? (
+      draw={({ value, width, height, count, factors, onClick }) => textMode === 'name' && long(value.display.title, width) ? (
         <button type="button" className="sentence" style={{ width, height, color: value.display.color }} onClick={onClick}>
-          {value.display.title}
+          <span>{value.display.title?.split(' ').map((word, i) => [i ? ' ' : '', <i key={i}>{word}</i>])}</span>
         </button>
       ) : (
         <BigValue

@@ -10,6 +10,7 @@ export function Marks({ config, marks }: { config: UPlotConfigBuilder; marks: Ma
   const now = useRef(marks);
   now.current = marks;
   useLayoutEffect(() => {
+    config.setPadding([null, 26, null, null]); // room for half of the last time below the chart
     config.addHook('init', (made) => {
       plot.current = made;
     });
