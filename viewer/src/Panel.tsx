@@ -1,7 +1,7 @@
 // One panel: runs its queries, lets Grafana's libraries transform and format the frames, and has them drawn.
 import {
-  applyFieldOverrides, cacheFieldDisplayNames, LoadingState, standardFieldConfigEditorRegistry, transformDataFrame,
-  type DataFrame, type InterpolateFunction, type TimeRange,
+  applyFieldOverrides, cacheFieldDisplayNames, FieldColorModeId, getFieldSeriesColor, LoadingState,
+  standardFieldConfigEditorRegistry, transformDataFrame, type DataFrame, type InterpolateFunction, type TimeRange,
 } from '@grafana/data';
 import { ErrorBoundaryAlert, Menu, Modal, PanelChrome, useTheme2 } from '@grafana/ui';
 import { useEffect, useMemo, useRef, useState } from 'react';
@@ -107,6 +107,13 @@ export function Panel({ panel, id, asking }: { panel: PanelModel; id: string; as
       fieldConfigRegistry: standardFieldConfigEditorRegistry,
     });
     cacheFieldDisplayNames(made);
+    // Grafana's chart gives a line the color of its name, but the join of the frames may lose the name.
+    for (const field of made.flatMap((frame) => frame.fields)) {
+      if (field.config.color?.mode === FieldColorModeId.PaletteClassicByName) {
+        const fixedColor = getFieldSeriesColor(field, theme).color;
+        field.config = { ...field.config, color: { mode: FieldColorModeId.Fixed, fixedColor } };
+      }
+    }
     return made;
   }, [answer.frames, panel, replaceVariables, theme, zone]);
 

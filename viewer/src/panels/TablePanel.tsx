@@ -1,5 +1,6 @@
 import { formattedValueToString, type DataFrame, type Field } from '@grafana/data';
 import { TableCellHeight } from '@grafana/schema';
+import { useTheme2 } from '@grafana/ui';
 import { TableNG } from '@grafana/ui/unstable';
 import { useMemo } from 'react';
 import type { Drawing } from '../model';
@@ -31,6 +32,7 @@ function sorted(frame: DataFrame, sortBy: Array<{ displayName: string; desc?: bo
 
 // A table with more columns than there is room for: each row is a block of headings and values that wraps.
 function Blocks({ panel, frame, width, height }: Omit<Drawing, 'frames'> & { frame: DataFrame }) {
+  const theme = useTheme2();
   const rows = useMemo(() => sorted(frame, panel.options.sortBy), [frame, panel]);
   return (
     <ul className="blocks" style={{ width, height }} tabIndex={0} aria-label={panel.title}>
@@ -43,7 +45,7 @@ function Blocks({ panel, frame, width, height }: Omit<Drawing, 'frames'> & { fra
             return (
               <span key={heading(field)}>
                 <small>{heading(field)}</small>{' '}
-                {link ? <a className="link" href={link.href} target={link.target}>{formattedValueToString(display)}</a>
+                {link ? <a style={{ color: theme.colors.text.link }} href={link.href} target={link.target}>{formattedValueToString(display)}</a>
                   : <b style={{ color: colored }}>{formattedValueToString(display)}</b>}
               </span>
             );
