@@ -7,7 +7,7 @@
 
 _shtab_flopwatch_ledger_subparsers=(serve replay list show close export)
 _shtab_flopwatch_maintenance_subparsers=(start stop list)
-_shtab_flopwatch_subparsers=(exporter doctor ledger maintenance metrics check run top report size boards flops peak whatif stacks simulate capture kmsg)
+_shtab_flopwatch_subparsers=(exporter doctor ledger maintenance metrics check run top report blast size boards flops peak whatif stacks simulate capture kmsg)
 
 _shtab_flopwatch_exporter_option_strings=(-h --help --release --listen --web.listen-address --otlp-listen --sysfs --path.sysfs --kmsg --dcgm --dcgm-fields --expose --series --state --ras --inspector --simulate --ledger --otlp-token-file --ledger-token-file --ledger-ca-file --expect --web-config --web.config.file --otlp-web-config --host --kubelet-socket --job-mapping --topology --scrape-deadline --stale-after --rank-timeout --silent-after --new-for)
 _shtab_flopwatch_doctor_option_strings=(-h --help --json --running --listen --web.listen-address --otlp-listen --sysfs --path.sysfs --kmsg --dcgm --dcgm-fields --expose --series --state --ras --inspector --simulate --ledger --otlp-token-file --ledger-token-file --ledger-ca-file --expect --web-config --web.config.file --otlp-web-config --host --kubelet-socket --job-mapping --topology --scrape-deadline --stale-after --rank-timeout --silent-after --new-for)
@@ -27,6 +27,7 @@ _shtab_flopwatch_check_option_strings=(-h --help --format --json -v --verbose --
 _shtab_flopwatch_run_option_strings=(-h --help -m --module --top --name --tokens-from --tokens-per-step --step-from --flops-per-token --config --seq-len --convention --dtype --peak-flops --peak-source)
 _shtab_flopwatch_top_option_strings=(-h --help --interval --once --deadline --prometheus --token-file --url --ca-file --cert-file --key-file --user --password-file --direct --state --sysfs --kmsg --simulate)
 _shtab_flopwatch_report_option_strings=(-h --help --prometheus --token-file --ledger --ledger-token-file --ledger-ca-file --tenant --at --lookback --price --format --json --out)
+_shtab_flopwatch_blast_option_strings=(-h --help --prometheus --token-file --kind --at --price --json)
 _shtab_flopwatch_size_option_strings=(-h --help --nodes --gpus-per-node --ports-per-node --ranks-per-node --run-nodes --scrape-interval --retention --records-retention --restarts --json)
 _shtab_flopwatch_boards_option_strings=(-h --help --prometheus --token-file --ca-file --listen --web-config --scrape-interval --dashboards)
 _shtab_flopwatch_flops_option_strings=(-h --help --seq-len --convention --recompute --sequences --json --vocabulary --mtp --no-mtp --lora-rank --lora-targets --frozen --frozen-layers)
@@ -108,6 +109,7 @@ _shtab_flopwatch_report___token_file_COMPGEN=_shtab_compgen_files
 _shtab_flopwatch_report___ledger_token_file_COMPGEN=_shtab_compgen_files
 _shtab_flopwatch_report___ledger_ca_file_COMPGEN=_shtab_compgen_files
 _shtab_flopwatch_report___out_COMPGEN=_shtab_compgen_files
+_shtab_flopwatch_blast___token_file_COMPGEN=_shtab_compgen_files
 _shtab_flopwatch_boards___token_file_COMPGEN=_shtab_compgen_files
 _shtab_flopwatch_boards___ca_file_COMPGEN=_shtab_compgen_files
 _shtab_flopwatch_boards___web_config_COMPGEN=_shtab_compgen_files
@@ -129,9 +131,10 @@ _shtab_flopwatch_check___format_choices=(nagios text json npd)
 _shtab_flopwatch_check___fail_on_choices=(bad degraded)
 _shtab_flopwatch_run___convention_choices=(causal full palm)
 _shtab_flopwatch_report___format_choices=(html markdown json)
+_shtab_flopwatch_blast___kind_choices=(leaf host port gpu rack domain)
 _shtab_flopwatch_flops___convention_choices=(causal full palm)
 _shtab_flopwatch_flops___recompute_choices=(full selective)
-_shtab_flopwatch_pos_0_choices=(exporter doctor ledger maintenance metrics check run top report size boards flops peak whatif stacks simulate capture kmsg)
+_shtab_flopwatch_pos_0_choices=(exporter doctor ledger maintenance metrics check run top report blast size boards flops peak whatif stacks simulate capture kmsg)
 
 _shtab_flopwatch_exporter__h_nargs=0
 _shtab_flopwatch_exporter___help_nargs=0
@@ -196,6 +199,9 @@ _shtab_flopwatch_top___direct_nargs=0
 _shtab_flopwatch_report__h_nargs=0
 _shtab_flopwatch_report___help_nargs=0
 _shtab_flopwatch_report___json_nargs=0
+_shtab_flopwatch_blast__h_nargs=0
+_shtab_flopwatch_blast___help_nargs=0
+_shtab_flopwatch_blast___json_nargs=0
 _shtab_flopwatch_size__h_nargs=0
 _shtab_flopwatch_size___help_nargs=0
 _shtab_flopwatch_size___json_nargs=0

@@ -227,6 +227,10 @@ BLOCKS: dict[str, dict[str, Ran | Elsewhere | Needs]] = {
         "curl -s 127.0.0.1:8428": Elsewhere("tests/process/test_otlp_out.py"),
     },
     "release.md": {"flopwatch exporter --release 10m": Elsewhere("tests/unit/node/test_driver_release.py")},
+    "blast.md": {
+        "pip install": Elsewhere("tests/process/test_blast.py"),
+        "python -m pytest": Elsewhere("tests/process/test_blast.py"),
+    },
     "report.md": {"pip install": Elsewhere("tests/process/test_report.py")},
     "run.md": {"flopwatch run train.py": Elsewhere("tests/torch/test_run_command.py")},
     "simulate.md": {
