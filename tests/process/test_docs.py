@@ -157,6 +157,7 @@ BLOCKS: dict[str, dict[str, Ran | Elsewhere | Needs]] = {
     "for-oncall.md": {"flopwatch check -v": Elsewhere("tests/process/test_check.py")},
     "frameworks.md": {"export FLOPWATCH_RUN": Elsewhere("tests/torch/test_frameworks_docs.py")},
     "goodput.md": {"flopwatch ledger replay": Ran("0.760|76.0")},
+    "identity.md": {"ibnetdiscover": Needs("an InfiniBand fabric")},
     "install.md": {
         "docker build": ENGINE,
         "flopwatch doctor": Ran(

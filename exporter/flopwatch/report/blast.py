@@ -13,7 +13,7 @@ from typing import NamedTuple
 MAX_NEAREST = 4  # GPUs of a port. With more, as in a virtual machine, the PCI path does not show which use the port.
 
 
-class Place(NamedTuple):
+class HostPlace(NamedTuple):
     """Rack, leaf switch and NVLink domain of a host, empty if unknown."""
 
     rack: str = ""
@@ -146,7 +146,7 @@ def blast(
     sizes: Mapping[str, float],
     unsaved: Mapping[str, float],
     idle: Mapping[str, str],
-    places: Mapping[str, Place],
+    places: Mapping[str, HostPlace],
 ) -> Blast:
     """Return the blast radius of an object.
 
@@ -171,7 +171,7 @@ def blast(
     spare: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
     for uuid, host in idle.items():
         if not parts.have(host, uuid):
-            place = places.get(host, Place())
+            place = places.get(host, HostPlace())
             spare[place.rack, place.leaf].append(host)
     return Blast(
         kind=parts.kind,

@@ -7,12 +7,12 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 
 from flopwatch import catalogue as m
-from flopwatch.report.blast import Blast, HostPort, Parts, Place, RankPlace, blast, on_ports
+from flopwatch.report.blast import Blast, HostPlace, HostPort, Parts, RankPlace, blast, on_ports
 from flopwatch.report.prometheus import PrometheusClient
 from flopwatch.settings import SettingsError
 
 PARTS, RANKS = "[1h]", "[10m]"  # for which a host that died keeps its parts, and its ranks
-LEVELS, RANK = Place._fields, RankPlace._fields
+LEVELS, RANK = HostPlace._fields, RankPlace._fields
 PORT_NAME = re.compile(r"(?P<host>[^:]+):(?P<device>[^:/]+)(/(?P<port>\d+))?")
 
 
@@ -28,7 +28,7 @@ class Cluster:
         self._prometheus, self._at = prometheus, at
         self._answers: dict[str, list[tuple[str, ...]]] = {}
         where = self._labels(m.HOST_TOPOLOGY_INFO, "host", *LEVELS)
-        self._places = {host: Place(*place) for host, *place in where}
+        self._places = {host: HostPlace(*place) for host, *place in where}
 
     def blast(self, name: str, kind: str | None) -> Blast:
         """Return the blast radius of an object. Raises SettingsError if no object or several ones have the name."""
