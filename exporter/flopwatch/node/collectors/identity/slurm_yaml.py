@@ -1,7 +1,7 @@
 """Slurm's topology.yaml (https://slurm.schedmd.com/topology.yaml.html): the leaf switch and the block of a host.
 
-Slurm reads it in place of a topology.conf in the same folder. It has several topologies, and a host may be in a tree and
-in blocks. The cluster's default goes before the others.
+Slurm reads it in place of a topology.conf in the same folder. It has several topologies, and a host may be in a tree
+and in blocks. The cluster's default goes before the others.
 """
 
 from collections.abc import Callable, Iterator
