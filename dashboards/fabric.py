@@ -287,8 +287,8 @@ leaves = [
     d.table(
         "Blast radius of each leaf",
         "What a fault of the leaf switch stops, and what an hour without all runs that have ranks there costs. "
-        "Expected: runs on as few leaves as their size allows. `flopwatch blast` lists the ranks, also by the cables of "
-        "each port.",
+        "Expected: runs on as few leaves as their size allows. `flopwatch blast` lists the ranks, also by the cables "
+        "of each port.",
         [
             d.Column("Hosts", f'count by (leaf) ({r.LEAF}{{leaf!=""}})'),
             d.Column("Runs", f"count by (leaf) ({RUNS_OF_LEAF})"),
