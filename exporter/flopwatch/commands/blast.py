@@ -5,6 +5,7 @@ import json
 import textwrap
 import time
 from collections.abc import Iterable
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from flopwatch.commands import Commands, command, flags
@@ -28,32 +29,21 @@ def run(options: argparse.Namespace) -> None:
 
 def as_json(blast: "Blast", price: float | None) -> dict[str, object]:
     """Return a blast radius as a JSON object. `price` is per GPU-hour."""
+    unsaved = _total(one.unsaved_gpu_hours for one in blast.runs)
     return {
-        "kind": blast.kind,
-        "name": blast.name,
-        "hosts": blast.hosts,
+        **asdict(blast),
         "ports": [port._asdict() for port in blast.ports],
-        "gpus": blast.gpus,
+        "runs": [
+            {**asdict(one), "unsaved_gpu_hours": one.unsaved_gpu_hours, "ranks": [rank._asdict() for rank in one.ranks]}
+            for one in blast.runs
+        ],
         "ranks": blast.ranks,
         "stopped_gpus": blast.stopped_gpus,
         "gpu_hours_per_hour": blast.stopped_gpus,
         "money_per_hour": _money(blast.stopped_gpus, price),
-        "unsaved_gpu_hours": _total(one.unsaved_gpu_hours for one in blast.runs),
-        "unsaved_money": _money(_total(one.unsaved_gpu_hours for one in blast.runs), price),
+        "unsaved_gpu_hours": unsaved,
+        "unsaved_money": _money(unsaved, price),
         "spare_gpus": blast.spare_gpus,
-        "runs": [
-            {
-                "run": one.run,
-                "gpus": one.gpus,
-                "unsaved_gpu_hours": one.unsaved_gpu_hours,
-                "ranks": [rank._asdict() for rank in one.ranks],
-            }
-            for one in blast.runs
-        ],
-        "spare": [
-            {"rack": place.rack, "leaf": place.leaf, "hosts": place.hosts, "gpus": place.gpus} for place in blast.spare
-        ],
-        "notes": blast.notes,
     }
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from flopwatch.catalogue import INFINIBAND_INFO
 from flopwatch.node.collectors.infiniband import Infiniband
-from flopwatch.node.collectors.infiniband.cables import Cables, SwitchPort, ibnetdiscover, key, read, ufm
+from flopwatch.node.collectors.infiniband.cables import SwitchPort, ibnetdiscover, key, read, ufm
 from tests.support.machine import until
 
 GUID, SECOND = "b83fd20300a1b2c0", "b83fd20300a1b2c8"  # of the adapters mlx5_0 and mlx5_1
@@ -142,8 +142,7 @@ class Host:
         self.fabric.write_text(text)
 
     def collector(self, cables: bool = True) -> Infiniband:
-        reads = Cables(self.fabric) if cables else None
-        return Infiniband(self.sysfs, "host-17", self.folder / "ports.json", cables=reads)
+        return Infiniband(self.sysfs, "host-17", self.folder / "ports.json", cables=self.fabric if cables else None)
 
 
 def switches(collector: Infiniband) -> dict[str, tuple[str, ...]]:

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flopwatch.node.collectors.identity.slurm_yaml import find
 from flopwatch.node.collectors.identity.topology import (
     Place,
     TopologyError,
@@ -24,7 +25,6 @@ from flopwatch.node.collectors.identity.topology import (
     read,
     same_host,
     slurm,
-    slurm_topologies,
     table,
 )
 from flopwatch.settings import ExporterSettings, SettingsError
@@ -65,6 +65,10 @@ TOPOLOGIES = """\
         nodes: gb[19-36],node020
 """
 BLOCKS = "BlockName=nvl1 Nodes=gb[1-18]\nBlockName=nvl2 Nodes=gb[19-36]\nBlockSizes=18\n"
+
+
+def slurm_topologies(text: str, host: str) -> Place:
+    return Place(**find(text, host, contains), source="slurm")
 
 
 @pytest.mark.parametrize(

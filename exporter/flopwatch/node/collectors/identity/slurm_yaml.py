@@ -17,10 +17,10 @@ def in_place_of(file: Path) -> Path:
     return neighbour if file.name == "topology.conf" and neighbour.exists() else file
 
 
-def find(text: str, holds: Callable[[str], bool]) -> dict[str, str]:
-    """Return the leaf and the domain of the host for which `holds` is true of a host list.
+def find(text: str, host: str, contains: Callable[[str, str], bool]) -> dict[str, str]:
+    """Return the leaf and the domain of a host. `contains` tests a host list for a name.
 
-    Raises ValueError for another format.
+    Raises ValueError for another format, or if no switch or block has the host.
     """
     import yaml  # 2 MiB of memory that other sources do not need
 
@@ -33,11 +33,14 @@ def find(text: str, holds: Callable[[str], bool]) -> dict[str, str]:
         raise ValueError("it is not a list of topologies")
     topologies.sort(key=lambda one: one.get("cluster_default") is not True)
     found: dict[str, str] = {}
+    names = {host, host.partition(".")[0]}
     for level, (plugin, parts, name) in KINDS.items():
         for part in (part for one in topologies for part in _items(one.get(plugin), parts)):
             nodes = part.get("nodes")
-            if level not in found and isinstance(nodes, str) and holds(nodes):
+            if level not in found and isinstance(nodes, str) and any(contains(nodes, each) for each in names):
                 found[level] = str(part.get(name, ""))
+    if not found:
+        raise ValueError(f"no switch or block in it has the node {host}")
     return found
 
 

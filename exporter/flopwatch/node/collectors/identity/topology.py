@@ -111,15 +111,6 @@ def slurm(text: str, host: str) -> Place:
     return Place("", found.get("switchname", ""), found.get("blockname", ""), "slurm")
 
 
-def slurm_topologies(text: str, host: str) -> Place:
-    """Return the leaf switch and the block of a host from a topology.yaml. Raises ValueError if it has neither."""
-    names = {host, host.partition(".")[0]}
-    found = slurm_yaml.find(text, lambda nodes: any(contains(nodes, each) for each in names))
-    if not found:
-        raise ValueError(f"no switch or block in it has the node {host}")
-    return Place(**found, source="slurm")
-
-
 def table(text: str, host: str) -> Place:
     """Return the place of a host from the text of a CSV file. Raises ValueError for other formats or an absent host."""
     rows = csv.DictReader(text.splitlines(), skipinitialspace=True)
@@ -156,8 +147,9 @@ def read(topology: str, host: str, account: Path = SERVICE_ACCOUNT) -> Place:
             raise ValueError(f"it is larger than {MAX_BYTES} bytes")
         text = content.decode("utf-8-sig")
         where = str(path)
-        form = slurm_topologies if path.suffix in (".yaml", ".yml") else slurm
-        return form(text, host) if kind == "slurm" else table(text, host)
+        if kind == "slurm" and path.suffix in (".yaml", ".yml"):
+            return Place(**slurm_yaml.find(text, host, contains), source="slurm")
+        return slurm(text, host) if kind == "slurm" else table(text, host)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise TopologyError(f"{where or kind}: {reason}") from error

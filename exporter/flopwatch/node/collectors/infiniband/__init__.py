@@ -69,9 +69,9 @@ class Infiniband:
         wall: Callable[[], float] = time.time,
         pread: Pread = os.pread,
         complete: bool = False,
-        cables: Cables | None = None,
+        cables: Path | None = None,
     ) -> None:
-        self._cables = cables
+        self._cables = Cables(cables)
         self._sysfs, self._pread, self._complete = sysfs, pread, complete
         self._root = str(sysfs / "class" / "infiniband")
         self._host = host
@@ -100,8 +100,7 @@ class Infiniband:
         devices = self._devices()
         seen = (devices, signature(str(self._gpus)))
         left = [key for key, port in self._ports.items() if not port.there()]
-        news = self._cables is not None and self._cables.news()
-        if left or seen != self._seen or now >= self._refresh_at or news:
+        if self._cables.news() or left or seen != self._seen or now >= self._refresh_at:
             self._unkept = self._unkept or now >= self._refresh_at
             self._refresh(devices, now)
             self._seen = seen
@@ -120,8 +119,7 @@ class Infiniband:
 
     def close(self) -> None:
         """Write the history and close every sysfs file."""
-        if self._cables is not None:
-            self._cables.close()
+        self._cables.close()
         if self._seen and self._inventory.parts:
             self._keep(self._clock())
         for port in self._ports.values():
@@ -149,8 +147,7 @@ class Infiniband:
             self._ports[key] = port
         for port in known.values():
             port.leave()
-        if self._cables is not None:
-            self._cables.label(self._root, self._ports, self._inventory.parts)
+        self._cables.label(self._root, self._ports, self._inventory.parts)
         affinities = self._locate()
         self._forget()
         self._inventory.update({key: port.identity for key, port in self._ports.items()})
@@ -308,5 +305,5 @@ def build(
     """Return the collector of RDMA ports below `sysfs`. `state` is the file of their history. `complete`: see Port."""
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     files = Path(inventory), Path(gpus), Path(state)
-    links = Cables(Path(cables)) if cables else None
-    return Infiniband(Path(sysfs), host, *files, boot_id=boot_id, complete=bool(complete), cables=links)
+    fabric = Path(cables) if cables else None
+    return Infiniband(Path(sysfs), host, *files, boot_id=boot_id, complete=bool(complete), cables=fabric)

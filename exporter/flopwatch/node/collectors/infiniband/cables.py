@@ -102,16 +102,22 @@ def read(path: Path, wanted: frozenset[str]) -> Links:
 
 
 class Cables:
-    """Labels of the switch ports at the other ends of a host's ports. A thread reads the file, which may be slow."""
+    """Labels of the switch ports at the other ends of a host's ports. A thread reads the file, which may be slow.
 
-    def __init__(self, path: Path) -> None:
+    Without a file, all are empty.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
         self._wanted: frozenset[str] = frozenset()
-        self._call = BackgroundCall(lambda: read(path, self._wanted), INTERVAL, retry=RETRY)
+        self._call = BackgroundCall(lambda: read(path, self._wanted) if path else {}, INTERVAL, retry=RETRY)
         self._links: Links | None = None
         self._error = ""
 
     def news(self) -> bool:
         """Return whether the file was read since the last call. Log an error of reading it once."""
+        if self._path is None:
+            return False
         error = "" if self._call.error.startswith("not answered") else self._call.error
         if error and error != self._error:
             log.warning("--cables: %s", error)
@@ -121,6 +127,8 @@ class Cables:
 
     def label(self, root: str, ports: Mapping[str, "Port"], known: Mapping[str, Mapping[str, str]]) -> None:
         """Set the labels of present ports from the file, or else as they were `known`. Begin to read it."""
+        if self._path is None:
+            return
         keys = {name: _keys(root, *port.labels) for name, port in ports.items()}
         self._wanted = frozenset(place for places in keys.values() for place in places)
         self._call.start()
