@@ -172,11 +172,10 @@ def test_random_objects_of_4096_gpus_have_exactly_the_true_set_within_a_second(
     )
 
 
+@pytest.mark.parametrize("cluster", [True], indirect=True, ids=["cables"])
 def test_the_page_of_a_leaf_is_that_of_the_documentation(
     cluster: Simulated, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if not cluster.topology.rails:
-        pytest.skip("the documentation has the one with cables")
     asked = ["leaf-3-0", "--prometheus", cluster.url, "--at", str(EPOCH + ASKED), "--price", "2.5"]
     assert main(["blast", *asked]) == 0
     assert f"```text\n{capsys.readouterr().out}```" in (ROOT / "docs" / "blast.md").read_text(encoding="utf-8")
