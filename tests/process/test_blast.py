@@ -229,13 +229,14 @@ def odd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     rank(world, "blind", 0, "unknown", "1", NOW)
     host(world, "same", NOW, near="0")
     rank(world, "undeclared", 0, "same", "", NOW)
-    for name, rack in (("free", "r3"), ("bad", "r3"), ("works", "r3"), ("owned", "r3"), ("half", "r4")):
+    for name, rack in (("free", "r3"), ("bad", "r3"), ("works", "r3"), ("owned", "r3"), ("half", "r4"), ("hid", "r5")):
         host(world, name, NOW, rack, "l3")
     world.add(m.HOST_VERDICT_ID.name, {"instance": "bad"}, 2, NOW)
     world.add(m.HOST_VERDICT_ID.name, {"instance": "half"}, 1, NOW)
     world.add(m.HOST_MAINTENANCE_UNTIL_TIMESTAMP_SECONDS.name, {"host": "works", "instance": "works"}, NOW + 60, NOW)
-    for gpu, source in (("0", "kubelet"), ("1", "none")):
-        series(world, NOW, m.GPU_OWNER_INFO, uuid=f"GPU-owned{gpu}", gpu=gpu, host="owned", source=source)
+    for name, sources in (("owned", ("kubelet", "none")), ("hid", ("unknown", "unknown"))):
+        for gpu, source in enumerate(sources):
+            series(world, NOW, m.GPU_OWNER_INFO, uuid=f"GPU-{name}{gpu}", gpu=str(gpu), host=name, source=source)
     world.add(m.GPU_PRESENT.name, {"uuid": "GPU-half0", "gpu": "0", "instance": "half"}, 0, NOW)
     for run, seconds in (("lm", 1800.0), ("vision", 900.0)):
         world.add(m.RUN_PROVISIONAL_SECONDS.name, {"run": run, "tenant": "", "instance": "ledger"}, seconds, NOW)

@@ -131,7 +131,7 @@ class Cluster:
         query = (
             f"{m.GPU_INFO} unless on (uuid) {m.TRAINING_RANK_INFO}"
             f' unless on (host) {m.TRAINING_RANK_INFO}{{uuid=""}}'  # a rank on one of this host's GPUs
-            f' unless on (uuid) {m.GPU_OWNER_INFO}{{source!~"none|unknown"}} unless on (uuid) {m.GPU_PRESENT} == 0'
+            f' unless on (uuid) {m.GPU_OWNER_INFO}{{source!="none"}} unless on (uuid) {m.GPU_PRESENT} == 0'
             f" unless on (instance) {m.HOST_VERDICT_ID} == 2"
             f" unless on (host) {m.HOST_MAINTENANCE_UNTIL_TIMESTAMP_SECONDS} > {self._at:.0f}"
         )
