@@ -23,6 +23,7 @@ WIDTHS |= {
     "Its GPU": 135,
     "$ an hour": 108,
     "Lost": 75,
+    "NVLink errors, 1 h": 190,
 }
 CUSTOM = {"align": "auto", "filterable": True, "minWidth": 90}
 
