@@ -14,7 +14,8 @@
 #
 # Slurm kills a health check after 60 s; this one gives up before.
 
-PATH=${PATH:-/usr/bin:/bin}:/usr/sbin:/sbin:/usr/local/bin
+# slurmd sets no PATH. Without the export, `timeout` would search only /bin and /usr/bin.
+export PATH="${PATH:-/usr/bin:/bin}:/usr/sbin:/sbin:/usr/local/bin"
 FLOPWATCH=${FLOPWATCH:-flopwatch}
 FLOPWATCH_CHECK_FLAGS=${FLOPWATCH_CHECK_FLAGS:-}
 SCONTROL=${SCONTROL:-scontrol}

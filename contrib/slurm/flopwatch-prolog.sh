@@ -9,7 +9,8 @@
 # Where the folder /run/flopwatch-jobs exists, it also writes the GPUs of the job, for `--job-mapping` of the exporter
 # (docs/identity.md); flopwatch-epilog.sh clears that.
 
-PATH=${PATH:-/usr/bin:/bin}:/usr/sbin:/sbin:/usr/local/bin
+# slurmd sets no PATH. Without the export, `timeout` would search only /bin and /usr/bin.
+export PATH="${PATH:-/usr/bin:/bin}:/usr/sbin:/sbin:/usr/local/bin"
 mapping=${FLOPWATCH_JOB_MAPPING:-/run/flopwatch-jobs}
 
 # FLOPWATCH_CHECK_FLAGS: as in flopwatch-healthcheck.sh.

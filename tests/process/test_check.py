@@ -442,8 +442,17 @@ class Slurm:
         (self.folder / "output").write_text(output)
         self.script("flopwatch", f'[ "$1" = check ] || exit 9\ncat {self.folder}/output\nexit {status}')
 
-    def run(self, script: str) -> tuple[int, list[str]]:
-        """Run a script as slurmd does; return its status and what scontrol was asked to change."""
+    def run(self, script: str, path: bool = True) -> tuple[int, list[str]]:
+        """Run a script as slurmd does; return its status and what scontrol was asked to change.
+
+        Without `path` the environment has no PATH, and the fake commands are where the script adds /usr/local/bin.
+        """
+        file = SLURM / script
+        if not path:
+            text = file.read_text()
+            assert "/usr/local/bin" in text
+            file = self.folder / script
+            file.write_text(text.replace("/usr/local/bin", str(self.folder)))
         (self.folder / "node").write_text(
             f"NodeName=gpu7 Arch=x86_64 State={self.state} ThreadsPerCore=1 Reason=was DRAINED once\n"
             if self.state
@@ -451,8 +460,8 @@ class Slurm:
         )
         self.calls.unlink(missing_ok=True)
         run = subprocess.run(
-            ["/bin/sh", SLURM / script],
-            env={"PATH": f"{self.folder}:/usr/bin:/bin", "SLURMD_NODENAME": "gpu7"},
+            ["/bin/sh", file],
+            env={"SLURMD_NODENAME": "gpu7"} | ({"PATH": f"{self.folder}:/usr/bin:/bin"} if path else {}),
             capture_output=True,
             timeout=60,
         )
@@ -526,6 +535,12 @@ def test_a_node_that_is_drained_or_down_is_left_alone(slurm: Slurm, state: str, 
 def test_the_prolog_fails_on_bad_and_on_nothing_else(slurm: Slurm, output: str, status: int, exits: int) -> None:
     slurm.set_check(output, status)
     assert slurm.run("flopwatch-prolog.sh") == (exits, [])
+
+
+def test_the_scripts_find_their_commands_without_a_path_as_slurmd_runs_them(slurm: Slurm) -> None:
+    slurm.set_check(BAD_LINE, 2)
+    assert slurm.run("flopwatch-prolog.sh", path=False) == (1, [])
+    assert slurm.run("flopwatch-healthcheck.sh", path=False) == (0, DRAIN)
 
 
 def test_without_flopwatch_or_scontrol_nothing_happens(slurm: Slurm) -> None:
