@@ -55,14 +55,8 @@ def test_no_file_is_longer_than_500_lines() -> None:
     assert {path: len(lines) for path, lines, _ in modules(*HOUSE) if len(lines) > 500} == {}
 
 
-# Modules for what only some hosts have or want, and features of their own, with the most lines of each. The bound of
-# the wheel leaves them out.
+# Modules for what only some hosts have or want, and the most lines of each. The bound of the wheel leaves them out.
 OPTIONAL = {
-    "exporter/flopwatch/commands/blast.py": 130,  # who is behind a leaf, host, port or GPU: the command, ...
-    "exporter/flopwatch/report/blast.py": 195,  # ... its sets ...
-    "exporter/flopwatch/report/cluster.py": 175,  # ... and its queries
-    "exporter/flopwatch/node/collectors/identity/slurm_yaml.py": 50,  # Slurm's topology.yaml
-    "exporter/flopwatch/node/collectors/infiniband/cables.py": 155,  # the switch port behind each port
     "exporter/flopwatch/node/collectors/amd/": 300,  # AMD GPUs, by amd-smi
     "exporter/flopwatch/node/collectors/infiniband/driver.py": 80,  # what the drivers of RoCE ports count
     "exporter/flopwatch/node/scrape/node_names.py": 50,  # node_exporter's names
