@@ -68,19 +68,6 @@ def each_node_exporter(host: str, text: str) -> str:
     )
 
 
-def cost(runs: str, arguments: str) -> str:
-    """Return a template that prints what an hour without some runs costs, and the spare GPUs of the fleet.
-
-    `runs` is PromQL with the label `run`, whose %q are filled with `arguments`.
-    """
-    return each_series(
-        f"sum(max by (tenant, run) (last_over_time(run_gpus[<5m>])) and on (run) ({runs}))",
-        arguments,
-        ' Each hour without these runs costs {{ printf "%.0f" .Value }} GPU-hours.'
-        + each_series("max(last_over_time(fleet:gpu_idle:count[<10m>]))", "", " The fleet has {{ .Value }} idle GPUs."),
-    )
-
-
 def _xids(chosen: Iterable[int]) -> str:
     return "|".join(map(str, chosen))
 
@@ -99,7 +86,6 @@ _HARDWARE = [code for code, row in xids().items() if not row.page and _of_hardwa
 _JOB = [code for code, row in xids().items() if not row.page and row.category in ("application", "engine")]
 _APPLICATION = [code for code, row in xids().items() if row.category == "application"]
 
-_RUNS_ON_HOST = "last_over_time(host:training_run:info"
 _NEAREST = 'last_over_time(infiniband_gpu_affinity_info{<of_port>,affinity!="SYS"}[<1h>])'
 
 FRAGMENTS: Mapping[str, str] = {
@@ -147,15 +133,12 @@ max by (run) (run_hang_seconds)
 )""",
     "of_port": "instance=%[3]q,device=%[1]q,port=%[2]q",  # in a query of each_port
     "port": "Port {{ $labels.port }} of {{ $labels.device }} on {{ $labels.host }}",
-    # The switch port at the other end of the cable, if it is known. GPUs nearest to the port, by PCI path, and their
-    # ranks. The port itself may be missing. Where more than four GPUs are nearest, as in a virtual machine without PCI
-    # switches, the path does not show which of them use the port.
+    # GPUs nearest to the port, by PCI path, and their ranks. The port itself may be missing. Where more than four GPUs
+    # are nearest, as in a virtual machine without PCI switches, the path does not show which of them use the port.
     "gpus_at_port": each_series(
-        "topk(1, group by (instance, switch, switch_port) (infiniband_info{device=%q,port=%q,host=%q}))",
+        "topk(1, group by (instance) (infiniband_info{device=%q,port=%q,host=%q}))",
         "$labels.device $labels.port $labels.host",
-        "{{ with .Labels.switch }} Its cable ends at switch {{ . }}{{ end }}"
-        + "{{ with .Labels.switch_port }}, port {{ . }}.{{ end }}"
-        + each_series(
+        each_series(
             f"max by (gpu, uuid) ({_NEAREST}) and on () count({_NEAREST}) <= 4",
             "$labels.device $labels.port .Labels.instance",
             " It is nearest to GPU {{ .Labels.gpu }}"
@@ -187,7 +170,6 @@ max by (run) (run_hang_seconds)
         " Run {{ .Labels.run }} has {{ .Value }} of its ranks on this host.",
     )
     + "{{ end }}",
-    "cost_of_host": cost(f"{_RUNS_ON_HOST}{{host=%q}}[<10m>])", "$labels.host"),
     # Host of the rank .Labels.rank of the run $labels.run, if it is known.
     "on_host": each_series(
         "max by (host) (training_rank_info{run=%q,rank=%q})",

@@ -254,10 +254,6 @@ ports = [
     ),
 ]
 
-OF_LEAF = f'* on (host) group_left (leaf) {r.LEAF}{{leaf!=""}}'
-RUNS_OF_LEAF = f"group by (leaf, run) ({r.HOST_RUN} {OF_LEAF})"
-HOURLY = f"sum by (leaf) ({RUNS_OF_LEAF} * on (run) group_left () max by (run) ({m.RUN_GPUS}))"
-
 leaves = [
     d.bargauge(
         "Ports down by leaf",
@@ -284,24 +280,6 @@ leaves = [
         width=12,
         height=6,
     ),
-    d.table(
-        "Blast radius of each leaf",
-        "What a fault of the leaf switch stops, and what an hour without all runs that have ranks there costs. "
-        "Expected: runs on as few leaves as their size allows. `flopwatch blast` lists the ranks, also by the cables "
-        "of each port.",
-        [
-            d.Column("Hosts", f'count by (leaf) ({r.LEAF}{{leaf!=""}})'),
-            d.Column("Runs", f"count by (leaf) ({RUNS_OF_LEAF})"),
-            d.Column("Ranks", f"count by (leaf) (group by (host, run, rank) ({m.TRAINING_RANK_INFO}) {OF_LEAF})"),
-            d.Column("GPU-hours an hour", HOURLY),
-            d.Column("$ an hour", f"{HOURLY} * $price", "currencyUSD"),
-            d.Column("Idle GPUs", f"sum by (leaf) ({r.HOST_IDLE} {OF_LEAF})"),
-        ],
-        key="leaf",
-        labels={"leaf": "Leaf"},
-        sort="GPU-hours an hour",
-        no_data="The topology is unknown (docs/identity.md).",
-    ),
 ]
 
 BOARD = d.dashboard(
@@ -311,7 +289,6 @@ BOARD = d.dashboard(
     [
         d.variable("host", "Node", f"label_values({r.HOST}, host)", everything=True),
         d.variable("run", "Run", f"label_values({r.RAIL}, run)", everything=True),
-        p.price,
     ],
     {"Now": now, "Rails": rails, "Each port": ports, "Leaf switches": leaves},
     [p.alert_marks('alertname=~"Infiniband.+|Rail.+|Efa.+|Roce.+|Leaf.+|HostOnFaultyLeaf"')],

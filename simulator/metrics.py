@@ -138,10 +138,7 @@ def _node(
             link_layer="InfiniBand",
             role="compute",
             rail=str(index),
-            switch=topology.leaf(place),
-            switch_port=str(topology.switch_port(place)),
         )
-        yield info(m.INFINIBAND_GPU_AFFINITY_INFO, device=device, port=number, gpu=gpu[0], uuid=uuid, affinity="PIX")
         yield m.INFINIBAND_PORT_PRESENT, port, 1.0
         yield m.INFINIBAND_PORT_STATE_ID, port, DOWN if place in down or blip else ACTIVE
         yield m.INFINIBAND_SYMBOL_ERRORS_TOTAL, port, float(ERRORS * seen.count("link_errors", port=name))

@@ -64,12 +64,6 @@ class Topology:
             return f"leaf-{port.node // self.nodes_per_unit}-{port.rail}"
         return f"leaf-{port.node // self.nodes_per_leaf}"
 
-    def switch_port(self, port: PortPlace) -> int:
-        """Return the port of the leaf switch, from 1, at which the cable of a network port ends."""
-        if self.rails:
-            return port.node % self.nodes_per_unit + 1
-        return port.node % self.nodes_per_leaf * self.gpus_per_node + port.rail + 1
-
     def below(self, leaf: str) -> list[PortPlace]:
         """Return the ports that are connected to a leaf switch, or an empty list if there is no such switch."""
         ports = (PortPlace(node, rail) for node in range(self.nodes) for rail in range(self.gpus_per_node))

@@ -65,7 +65,6 @@ ALERTS: tuple[Alert, ...] = (
                 "$labels.host",
                 " Run {{ .Labels.run }} has ranks on this host.",
             )
-            + "<cost_of_host>"
         ),
     ),
     # State 4 is active, 5 active-defer. A job continues without a storage or management port. A switch that restarts

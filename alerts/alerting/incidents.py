@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from alerts.alert import Alert
-from alerts.fragments import cost, each_series
+from alerts.fragments import each_series
 
 ALERTS: tuple[Alert, ...] = (
     # The ports of a leaf that fails go down within one scrape. Four hosts at once are neither single cables nor single
@@ -68,11 +68,6 @@ ALERTS: tuple[Alert, ...] = (
                 by="host",
             )
             + "."
-            + cost(
-                'last_over_time(host:training_run:info[<10m>]) and on (host) (ALERTS{alertname="HostOnFaultyLeaf",'
-                + 'leaf=%q} and on (host) (host:infiniband_port_down:bool or ALERTS{alertname="NodeLost"}))',
-                "$labels.leaf",
-            )
         ),
     ),
     # The last reported end of the maintenance counts while the node reboots. No `for`: the alert must fire before the
@@ -143,7 +138,6 @@ ALERTS: tuple[Alert, ...] = (
             "Host {{ $labels.host }}{{ with $labels.leaf }} of leaf {{ . }}{{ end }} lost a port or "
             + "stopped answering, and so did other hosts of its leaf. LeafDown reports these hosts. This alert holds "
             + "back NodeLost and the alerts on exporter and ports of this host. Alerts on its GPUs are still sent."
-            + "<runs_on_host><cost_of_host>"
         ),
     ),
     # This alert only inhibits others. A pending alert on a GPU is enough. Its `for` is longer than that of a hang, and

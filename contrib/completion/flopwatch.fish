@@ -50,8 +50,8 @@ function _shtab_flopwatch_using
   test "$_shtab_flopwatch_cmdpath" = "$argv"
 end
 
-set -g _shtab_flopwatch_commands exporter doctor ledger 'ledger serve' 'ledger replay' 'ledger list' 'ledger show' 'ledger close' 'ledger export' maintenance 'maintenance start' 'maintenance stop' 'maintenance list' metrics check run top report blast size boards flops peak whatif stacks simulate capture kmsg
-set -g _shtab_flopwatch_opts_with_value --abandoned-after --at --ca-file --cables --cert-file --config --convention --dashboards --days --dcgm --dcgm-fields --deadline --dtype --every --expect --expose --fail-on --faults --flops-per-token --for --format --frozen --frozen-layers --gpus --gpus-per-node --group --history --host --hours --inspector --interval --job-mapping --key-file --kind --kmsg --kubelet-socket --ledger --ledger-ca-file --ledger-token-file --listen --lookback --lora-rank --lora-targets --mask --metrics --name --new-for --nodes --otlp-listen --otlp-token-file --otlp-web-config --out --password-file --path.sysfs --pause --peak-flops --peak-source --ports-per-node --price --prometheus --promtool --rank-timeout --ranks-per-node --ras --reads --recompute --records-retention --release --restarts --retention --rules --run-nodes --scenario --scrape-deadline --scrape-interval --seconds --seed --seeds --seq-len --sequences --series --silent-after --simulate --stale-after --state --status --step --step-from --sysfs --tenant --token-file --tokens-from --tokens-per-step --topology --url --user --vocabulary --wait --web-config --web.config.file --web.listen-address
+set -g _shtab_flopwatch_commands exporter doctor ledger 'ledger serve' 'ledger replay' 'ledger list' 'ledger show' 'ledger close' 'ledger export' maintenance 'maintenance start' 'maintenance stop' 'maintenance list' metrics check run top report size boards flops peak whatif stacks simulate capture kmsg
+set -g _shtab_flopwatch_opts_with_value --abandoned-after --at --ca-file --cert-file --config --convention --dashboards --days --dcgm --dcgm-fields --deadline --dtype --every --expect --expose --fail-on --faults --flops-per-token --for --format --frozen --frozen-layers --gpus --gpus-per-node --group --history --host --hours --inspector --interval --job-mapping --key-file --kmsg --kubelet-socket --ledger --ledger-ca-file --ledger-token-file --listen --lookback --lora-rank --lora-targets --mask --metrics --name --new-for --nodes --otlp-listen --otlp-token-file --otlp-web-config --out --password-file --path.sysfs --pause --peak-flops --peak-source --ports-per-node --price --prometheus --promtool --rank-timeout --ranks-per-node --ras --reads --recompute --records-retention --release --restarts --retention --rules --run-nodes --scenario --scrape-deadline --scrape-interval --seconds --seed --seeds --seq-len --sequences --series --silent-after --simulate --stale-after --state --status --step --step-from --sysfs --tenant --token-file --tokens-from --tokens-per-step --topology --url --user --vocabulary --wait --web-config --web.config.file --web.listen-address
 
 complete -c flopwatch -e
 complete -c flopwatch -f
@@ -83,8 +83,7 @@ complete -c flopwatch -n '_shtab_flopwatch_using exporter' -l otlp-web-config -x
 complete -c flopwatch -n '_shtab_flopwatch_using exporter' -l host -x -d 'name of this node in gpu_info and training_rank_info (default its host name)'
 complete -c flopwatch -n '_shtab_flopwatch_using exporter' -l kubelet-socket -xka "(__fish_complete_path (commandline -ct))" -d 'the kubelet'"'"'s PodResources, if it is there (default /var/lib/kubelet/pod-resources/kubelet.sock)'
 complete -c flopwatch -n '_shtab_flopwatch_using exporter' -l job-mapping -xka "(__fish_complete_directories)" -d 'files named by GPU with a job id a line, as a prolog writes them for dcgm-exporter'
-complete -c flopwatch -n '_shtab_flopwatch_using exporter' -l topology -x -d 'rack, leaf switch and NVLink domain of the node: slurm:FILE (topology.yaml or topology.conf), csv:FILE (host,rack,leaf,domain), kubernetes (topograph'"'"'s node labels)'
-complete -c flopwatch -n '_shtab_flopwatch_using exporter' -l cables -xka "(__fish_complete_path (commandline -ct))" -d 'switch port at the other end of each InfiniBand cable: the output of ibnetdiscover, or UFM'"'"'s links as JSON (docs/identity.md)'
+complete -c flopwatch -n '_shtab_flopwatch_using exporter' -l topology -x -d 'rack, leaf switch and NVLink domain of the node: slurm:FILE (a topology.conf), csv:FILE (host,rack,leaf,domain), kubernetes (topograph'"'"'s node labels)'
 complete -c flopwatch -n '_shtab_flopwatch_using exporter' -l scrape-deadline -x -d 'longest wait for a source (default 2.5)'
 complete -c flopwatch -n '_shtab_flopwatch_using exporter' -l stale-after -x -d 'how long the last samples of a failed source are served (default 30)'
 complete -c flopwatch -n '_shtab_flopwatch_using exporter' -l rank-timeout -x -d 'how long a rank is served without a push (default 300)'
@@ -116,8 +115,7 @@ complete -c flopwatch -n '_shtab_flopwatch_using doctor' -l otlp-web-config -xka
 complete -c flopwatch -n '_shtab_flopwatch_using doctor' -l host -x -d 'name of this node in gpu_info and training_rank_info (default its host name)'
 complete -c flopwatch -n '_shtab_flopwatch_using doctor' -l kubelet-socket -xka "(__fish_complete_path (commandline -ct))" -d 'the kubelet'"'"'s PodResources, if it is there (default /var/lib/kubelet/pod-resources/kubelet.sock)'
 complete -c flopwatch -n '_shtab_flopwatch_using doctor' -l job-mapping -xka "(__fish_complete_directories)" -d 'files named by GPU with a job id a line, as a prolog writes them for dcgm-exporter'
-complete -c flopwatch -n '_shtab_flopwatch_using doctor' -l topology -x -d 'rack, leaf switch and NVLink domain of the node: slurm:FILE (topology.yaml or topology.conf), csv:FILE (host,rack,leaf,domain), kubernetes (topograph'"'"'s node labels)'
-complete -c flopwatch -n '_shtab_flopwatch_using doctor' -l cables -xka "(__fish_complete_path (commandline -ct))" -d 'switch port at the other end of each InfiniBand cable: the output of ibnetdiscover, or UFM'"'"'s links as JSON (docs/identity.md)'
+complete -c flopwatch -n '_shtab_flopwatch_using doctor' -l topology -x -d 'rack, leaf switch and NVLink domain of the node: slurm:FILE (a topology.conf), csv:FILE (host,rack,leaf,domain), kubernetes (topograph'"'"'s node labels)'
 complete -c flopwatch -n '_shtab_flopwatch_using doctor' -l scrape-deadline -x -d 'longest wait for a source (default 2.5)'
 complete -c flopwatch -n '_shtab_flopwatch_using doctor' -l stale-after -x -d 'how long the last samples of a failed source are served (default 30)'
 complete -c flopwatch -n '_shtab_flopwatch_using doctor' -l rank-timeout -x -d 'how long a rank is served without a push (default 300)'
@@ -264,14 +262,6 @@ complete -c flopwatch -n '_shtab_flopwatch_using report' -l price -x -d 'price o
 complete -c flopwatch -n '_shtab_flopwatch_using report' -l format -xka "html markdown json" -d 'default: by the suffix of --out, else html'
 complete -c flopwatch -n '_shtab_flopwatch_using report' -l json -d 'the same as --format json'
 complete -c flopwatch -n '_shtab_flopwatch_using report' -l out -xka "(__fish_complete_path (commandline -ct))" -d 'file to write (default standard output)'
-complete -c flopwatch -n '_shtab_flopwatch_using; and test $_shtab_flopwatch_npos -eq 0' -a blast -d 'Print which runs, ranks and GPUs a leaf switch, host, port or GPU takes with it, and the GPUs that are spare.'
-complete -c flopwatch -n '_shtab_flopwatch_using blast' -s h -l help -d 'show this help message and exit'
-complete -c flopwatch -n '_shtab_flopwatch_using blast' -l prometheus -x -d 'Prometheus that scrapes the exporters'
-complete -c flopwatch -n '_shtab_flopwatch_using blast' -l token-file -xka "(__fish_complete_path (commandline -ct))" -d 'bearer token of the Prometheus'
-complete -c flopwatch -n '_shtab_flopwatch_using blast' -l kind -xka "leaf host port gpu rack domain" -d 'kind of the object, if several have its name'
-complete -c flopwatch -n '_shtab_flopwatch_using blast' -l at -x -d 'time of the answer (default now)'
-complete -c flopwatch -n '_shtab_flopwatch_using blast' -l price -x -d 'price of a GPU-hour, to show the cost in money'
-complete -c flopwatch -n '_shtab_flopwatch_using blast' -l json -d 'print JSON, with each rank, GPU and port'
 complete -c flopwatch -n '_shtab_flopwatch_using; and test $_shtab_flopwatch_npos -eq 0' -a size -d 'Estimate what a cluster needs: series, samples, memory, disk, network, and whether one Prometheus will do.'
 complete -c flopwatch -n '_shtab_flopwatch_using size' -s h -l help -d 'show this help message and exit'
 complete -c flopwatch -n '_shtab_flopwatch_using size' -l nodes -x -d 'nodes with an exporter'

@@ -12,7 +12,7 @@ from flopwatch.settings import SettingsError
 
 # Modules of flopwatch.commands and names in CHECKOUT, in the order of --help.
 COMMANDS: tuple[str, ...] = ("exporter", "doctor", "ledger", "maintenance", "metrics", "check", "run", "top", "report")
-COMMANDS += ("blast", "size", "boards", "flops", "peak", "whatif", "stacks", "simulate", "capture", "kmsg")
+COMMANDS += ("size", "boards", "flops", "peak", "whatif", "stacks", "simulate", "capture", "kmsg")
 CHECKOUT = {  # package of the source tree with the code of a command, and its text in --help
     "size": (
         "bench",
@@ -58,7 +58,7 @@ def _missing(command: Callable[[argparse.Namespace], object], error: ModuleNotFo
     if package == "flopwatch":
         raise error
     name = getattr(command, "func", command).__module__.rpartition(".")[2]
-    extra = name if name in ("ledger", "boards", "report", "top") else "report" if name == "blast" else "exporter"
+    extra = name if name in ("ledger", "boards", "report", "top") else "exporter"
     wanted = "torch" if package == "torch" else f"flopwatch[{extra}]"
     print(f"flopwatch: this needs {wanted}: pip install '{wanted}' ({error})", file=sys.stderr)
     return UNKNOWN if name == "check" else 1

@@ -74,7 +74,6 @@ class ExporterSettings:
     kubelet_socket: Path = KUBELET_SOCKET
     job_mapping: Path | None = None
     topology: str = ""  # "slurm:FILE", "csv:FILE", "kubernetes", "kubernetes:URL", or nothing
-    cables: Path | None = None  # output of ibnetdiscover, or UFM's links as JSON
     scrape_deadline: float = 2.5  # seconds a scrape waits for sources, or less if the scraper's timeout is shorter
     stale_after: float = 30.0  # seconds for which the last good samples of a failed source are served
     ras: str = field(default_factory=lambda: os.environ.get("NCCL_RAS_ADDR", "") or "localhost:28028")  # or "off"
@@ -151,7 +150,7 @@ def _check_topology(topology: str) -> None:
     kind, colon, where = topology.partition(":")
     if kind not in ("slurm", "csv", "kubernetes") or bool(colon) != bool(where) or (kind != "kubernetes" and not where):
         raise SettingsError(
-            f"--topology {topology!r}: write slurm:FILE (topology.yaml or .conf), csv:FILE "
+            f"--topology {topology!r}: write slurm:FILE (a topology.conf), csv:FILE "
             "(host,rack,leaf,domain), or kubernetes"
         )
     if kind == "kubernetes" and where:

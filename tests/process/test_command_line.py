@@ -60,7 +60,6 @@ HOOK_ONLY = (
         (["simulate", "--gpus", "16", "--days", "0.1"], "exporter", 1),
         (["check"], "exporter", 3),
         (["top"], "top", 1),
-        (["blast", "leaf-3", "--prometheus", "http://127.0.0.1:1"], "report", 1),
         (["doctor"], "exporter", 1),
         (["capture", "/nonexistent/capture"], "exporter", 1),
     ],
@@ -100,7 +99,6 @@ def test_a_command_of_the_checkout_names_what_an_installed_package_lacks(
         ["maintenance", "list"],
         ["stacks", "--help"],
         ["whatif", "--help"],
-        ["blast", "--help"],
         ["run", "--help"],
     ],
 )

@@ -157,7 +157,6 @@ BLOCKS: dict[str, dict[str, Ran | Elsewhere | Needs]] = {
     "for-oncall.md": {"flopwatch check -v": Elsewhere("tests/process/test_check.py")},
     "frameworks.md": {"export FLOPWATCH_RUN": Elsewhere("tests/torch/test_frameworks_docs.py")},
     "goodput.md": {"flopwatch ledger replay": Ran("0.760|76.0")},
-    "identity.md": {"ibnetdiscover": Needs("an InfiniBand fabric")},
     "install.md": {
         "docker build": ENGINE,
         "flopwatch doctor": Ran(
@@ -228,10 +227,6 @@ BLOCKS: dict[str, dict[str, Ran | Elsewhere | Needs]] = {
         "curl -s 127.0.0.1:8428": Elsewhere("tests/process/test_otlp_out.py"),
     },
     "release.md": {"flopwatch exporter --release 10m": Elsewhere("tests/unit/node/test_driver_release.py")},
-    "blast.md": {
-        "pip install": Elsewhere("tests/process/test_blast.py"),
-        "python -m pytest": Elsewhere("tests/process/test_blast.py"),
-    },
     "report.md": {"pip install": Elsewhere("tests/process/test_report.py")},
     "run.md": {"flopwatch run train.py": Elsewhere("tests/torch/test_run_command.py")},
     "simulate.md": {

@@ -364,27 +364,6 @@ def test_a_source_that_does_not_exist_has_a_reason(tmp_path: Path) -> None:
     assert "no GPU" in reasons["identity"]
 
 
-def test_the_reader_of_ports_labels_them_with_the_cables_of_the_fabric(tmp_path: Path) -> None:
-    port = tmp_path / "sys/class/infiniband/mlx5_0/ports/1"
-    port.mkdir(parents=True)
-    (port / "state").write_text("4: ACTIVE\n")
-    (port.parents[1] / "node_guid").write_text("b83f:d203:00a1:b2c0\n")
-    line = '[12]\t"H-b83fd20300a1b2c0"[1](b83fd20300a1b2c0) \t\t# "host-17 mlx5_0" lid 21 4xNDR\n'
-    (tmp_path / "fabric").write_text(f'Switch\t65 "S-fc6a1c0300111110"\t\t# "MF0;leaf-3:MQM9700/U1" lid 7\n{line}')
-    settings = ExporterSettings(
-        state=tmp_path / "state", sysfs=tmp_path / "sys", kmsg=tmp_path / "kmsg", cables=tmp_path / "fabric"
-    )
-    reader = next(one for one in hardware(settings, host_sources(settings)) if one.name == "infiniband")
-
-    def ends() -> list[tuple[str, ...]]:
-        reading = reader.ask(LONG)
-        assert reading.ok, reading.reason
-        return [labels[-3:] for row, labels, _ in reading.samples if row.name == "infiniband_info"]
-
-    until(lambda: ends() == [("leaf-3", "fc6a1c0300111110", "12")])
-    reader.close()
-
-
 def test_an_error_is_the_reason_and_the_child_goes_on(odd: Callable[..., Reader], tmp_path: Path) -> None:
     reader = odd(read="if not self.flag.exists(): raise ValueError('no sense in this')")
     failed = reader.ask(LONG)

@@ -555,63 +555,6 @@ def test_the_fleet_s_cost_of_lost_time_includes_the_waits_for_stragglers(tmp_pat
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-# Run lm has ranks on both leaves, and small on the second. Two ledgers report the runs. Host z has no known leaf.
-LEAVES = """
-  host:host_leaf:info{host="a",leaf="l1"}                 1
-  host:host_leaf:info{host="b",leaf="l1"}                 1
-  host:host_leaf:info{host="c",leaf="l2"}                 1
-  host:host_leaf:info{host="z"}                           1
-  host:training_run:info{host="a",run="lm"}               1
-  host:training_run:info{host="b",run="lm"}               1
-  host:training_run:info{host="c",run="lm"}               1
-  host:training_run:info{host="c",run="small"}            1
-  host:training_run:info{host="z",run="unplaced"}         1
-  training_rank_info{host="a",run="lm",rank="0"}          1
-  training_rank_info{host="a",run="lm",rank="1"}          1
-  training_rank_info{host="b",run="lm",rank="2"}          1
-  training_rank_info{host="c",run="lm",rank="3"}          1
-  training_rank_info{host="c",run="small",rank="0"}       1
-  training_rank_info{host="z",run="unplaced",rank="0"}    1
-  run_gpus{run="lm",instance="one"}                       64
-  run_gpus{run="lm",instance="two"}                       64
-  run_gpus{run="small",instance="one"}                    8
-  run_gpus{run="unplaced",instance="one"}                 16
-  host:gpu_idle:count{host="a"}                           3
-  host:gpu_idle:count{host="b"}                           2
-  host:gpu_idle:count{host="z"}                           8
-"""
-
-
-def test_a_leaf_stops_all_of_each_run_with_a_rank_there(tmp_path: Path) -> None:
-    series = [line.rsplit(maxsplit=1) for line in LEAVES.strip().splitlines()]
-    shown = (
-        {"l1": 2, "l2": 1},  # hosts
-        {"l1": 1, "l2": 2},  # runs
-        {"l1": 3, "l2": 2},  # ranks
-        {"l1": 64, "l2": 72},  # GPU-hours an hour
-        {"l1": 160, "l2": 180},  # $ an hour
-        {"l1": 5},  # idle GPUs
-    )
-    (panel,) = (panel for name, panel in PANELS if (name, panel["title"]) == ("fabric", "Blast radius of each leaf"))
-    queries = [query for _, query in dashboards.queries({"panels": [panel]}, VARIABLES)]
-    asked = [
-        {
-            "expr": query,
-            "eval_time": "1m",
-            "exp_samples": [{"labels": f'{{leaf="{leaf}"}}', "value": value} for leaf, value in values.items()],
-        }
-        for query, values in zip(queries, shown, strict=True)
-    ]
-    group = {
-        "interval": "15s",
-        "input_series": [{"series": name.strip(), "values": f"{value}x8"} for name, value in series],
-        "promql_expr_test": asked,
-    }
-    (tmp_path / "leaves.yaml").write_text(yaml.safe_dump({"tests": [group]}))
-    done = rule_test(find().promtool, tmp_path / "leaves.yaml", timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
 @pytest.mark.parametrize("name", BOARDS)
 def test_the_charts_dashboard_is_what_the_code_writes(name: str) -> None:
     committed = ROOT / "helm" / "files" / "dashboards" / f"{name}.json"

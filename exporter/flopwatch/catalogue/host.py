@@ -5,7 +5,7 @@ from flopwatch.catalogue.row import RANK, counter, gauge, info, sparse
 # fmt: off
 HOST_TOPOLOGY_INFO = info("host_topology_info", "Rack, leaf switch and NVLink domain of the host. source is where they "
     "were read: kubernetes, slurm or csv.", ("host", "rack", "leaf", "domain", "source"),
-    "--topology: topograph's node labels (kubernetes), Slurm's topology.yaml or .conf (slurm), or a CSV file (csv)")
+    "--topology: topograph's node labels (kubernetes), Slurm's topology.conf (slurm) or a CSV file (csv)")
 HOST_VERDICT_ID = gauge("host_verdict_id", "Verdict on the host's fitness for training: 0 ok, 1 degraded or unknown, 2 "
     "bad.", (), "flopwatch.node.health.rules over everything read, against the expected shape")
 HOST_VERDICT_REASON = gauge("host_verdict_reason", "1 for each reason why the host is not ok, with the GPU, port or "

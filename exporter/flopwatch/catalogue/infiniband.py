@@ -57,11 +57,9 @@ def port_counter(
 
 
 # fmt: off
-INFINIBAND_INFO = info("infiniband_info", "Identity of one port, with the switch port at the other end of its cable if "
-    "--cables is given.", (*PORT, "host", "board_id", "firmware_version", "hca_type", "link_layer", "net_device",
-    "role", "rail", "switch", "switch_guid", "switch_port"),
-    "/sys/class/infiniband/D/{board_id,fw_ver,hca_type}, ports/P/link_layer; role and rail from the PCI topology; "
-    "switch from the file in --cables")
+INFINIBAND_INFO = info("infiniband_info", "Identity of one port.",
+    (*PORT, "host", "board_id", "firmware_version", "hca_type", "link_layer", "net_device", "role", "rail"),
+    "/sys/class/infiniband/D/{board_id,fw_ver,hca_type}, ports/P/link_layer; role and rail from the PCI topology")
 INFINIBAND_PORT_PRESENT = gauge("infiniband_port_present",
     "1 if the port is in /sys, 0 if it is in this host's inventory and is gone. Absent while its adapter belongs to a "
     "container or a virtual machine.", PORT, "/sys/class/infiniband and /sys/bus/pci against the persisted inventory")

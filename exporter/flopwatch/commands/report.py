@@ -46,13 +46,13 @@ def _duration(text: str) -> float:
     return float(seconds(text))
 
 
-price = number(float, lambda value: 0 <= value < 1e6, "a price of a GPU-hour")
+_price = number(float, lambda value: 0 <= value < 1e6, "a price of a GPU-hour")
 
 
 def add(commands: Commands) -> None:
     """Register the command and its flags."""
     parser = command(commands, "report", report, "write a page about one run: MFU, goodput, losses and their causes")
-    flags(parser, "report", types={"duration": _duration, "price": price})
+    flags(parser, "report", types={"duration": _duration, "price": _price})
     add = parser.add_argument
     add("--format", choices=("html", "markdown", "json"), help="default: by the suffix of --out, else html")
     add("--json", action="store_const", const="json", dest="format", help="the same as --format json")

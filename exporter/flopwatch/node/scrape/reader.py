@@ -430,7 +430,6 @@ def hardware(settings: ExporterSettings, sources: HostSources) -> list[Reader]:
     gpus, runtime, ports = f"{state}/gpus.json", f"{state}/gpu_runtime.json", f"{state}/port_history.json"
     host, jobs = settings.host, str(settings.job_mapping or "")
     names: dict[str, Any] = {"complete": "1"} if "node" in settings.expose.split(",") else {}
-    names |= {"cables": str(settings.cables.absolute())} if settings.cables else {}
     owners: dict[str, Any] = {"kubelet": sources.kubelet, "job_mapping": jobs, "topology": settings.topology}
 
     def reader(

@@ -21,8 +21,8 @@ from flopwatch.catalogue import (
     Sample,
 )
 from flopwatch.node.collectors import Unsupported, identity
-from flopwatch.node.collectors.background import BackgroundCall
 from flopwatch.node.collectors.identity import Devices, Identity, build
+from flopwatch.node.collectors.identity.background import BackgroundCall
 from flopwatch.node.collectors.identity.podresources import Assignment, PodResourcesError
 from tests.support.kubelet import encoded, kubelet, pod
 from tests.support.machine import PATIENCE, until

@@ -1,4 +1,4 @@
-"""The node's place, from Slurm's topology.conf and topology.yaml, a CSV file, and a Kubernetes API server."""
+"""The node's place, from Slurm's topology.conf, a CSV file, and a Kubernetes API server."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flopwatch.node.collectors.identity.slurm_yaml import find
 from flopwatch.node.collectors.identity.topology import (
     Place,
     TopologyError,
@@ -36,39 +35,7 @@ switchname=leaf1 nodes=node[001-018,020] LinkSpeed=400
 SwitchName=leaf2 Nodes=node[021-040],login1 \\
   LinkSpeed=400
 """
-TOPOLOGIES = """\
----
-- topology: everything
-  flat: true
-- topology: rows  # a tree, which is not the default
-  tree:
-    switches:
-      - switch: old1
-        nodes: node[001-040]
-- topology: fabric
-  cluster_default: true
-  tree:
-    switches:
-      - switch: spine
-        children: leaf[1-2]
-      - switch: leaf1
-        nodes: node[001-018,020]
-      - switch: leaf2
-        nodes: node[021-040],login1
-- topology: racks
-  cluster_default: false
-  block:
-    block_sizes: [18, 36]
-    blocks:
-      - {block: nvl1, nodes: "gb[1-18]"}
-      - block: nvl2
-        nodes: gb[19-36],node020
-"""
 BLOCKS = "BlockName=nvl1 Nodes=gb[1-18]\nBlockName=nvl2 Nodes=gb[19-36]\nBlockSizes=18\n"
-
-
-def slurm_topologies(text: str, host: str) -> Place:
-    return Place(**find(text, host, contains), source="slurm")
 
 
 @pytest.mark.parametrize(
@@ -113,45 +80,6 @@ def test_a_tree_gives_the_leaf_switch_and_blocks_the_nvlink_domain() -> None:
     assert slurm(TREE + BLOCKS.replace("gb[1-18]", "node[1-1000],node[001-040]"), "node020") == Place(
         leaf="leaf1", domain="nvl1", source="slurm"
     )
-
-
-def test_topology_yaml_gives_leaf_and_domain_from_any_topology_the_default_first() -> None:
-    assert slurm_topologies(TOPOLOGIES, "node018") == Place(leaf="leaf1", source="slurm")
-    assert slurm_topologies(TOPOLOGIES, "node021.cluster.example") == Place(leaf="leaf2", source="slurm")
-    assert slurm_topologies(TOPOLOGIES, "node019") == Place(leaf="old1", source="slurm")
-    assert slurm_topologies(TOPOLOGIES, "gb18") == Place(domain="nvl1", source="slurm")
-    assert slurm_topologies(TOPOLOGIES, "node020") == Place(leaf="leaf1", domain="nvl2", source="slurm")
-
-
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        (TOPOLOGIES, "no switch or block in it has the node node041"),
-        ("", "it is not a list of topologies"),
-        ("topology: default\n", "it is not a list of topologies"),
-        ("- tree\n", "it is not a list of topologies"),
-        ("- topology: a\n  tree: {switches: 3}\n", "no switch or block"),
-        ("- topology: a\n  tree: {switches: [leaf1, {switch: leaf1}, {nodes: 3}]}\n", "no switch or block"),
-        ("- topology: a\n  tree: {switches: [{switch: a, nodes: 'node[1'}]}\n", "brackets"),
-        ("- [", "while parsing"),
-        ("!!python/object/apply:os.system [true]", "could not determine a constructor"),
-    ],
-)
-def test_a_topology_yaml_without_this_node_is_an_error_with_the_reason(text: str, reason: str) -> None:
-    with pytest.raises(ValueError, match=reason):
-        slurm_topologies(text, "node041")
-
-
-def test_a_topology_yaml_goes_before_the_topology_conf_next_to_it_as_in_slurm(tmp_path: Path) -> None:
-    (tmp_path / "topology.conf").write_text(TREE.replace("leaf", "former"))
-    assert read(f"slurm:{tmp_path}/topology.conf", "node001").leaf == "former1"
-    (tmp_path / "topology.yaml").write_text(TOPOLOGIES)
-    assert read(f"slurm:{tmp_path}/topology.conf", "node001").leaf == "leaf1"
-    assert read(f"slurm:{tmp_path}/topology.yaml", "node001").leaf == "leaf1"
-    with pytest.raises(TopologyError, match=r"/topology.yaml: no switch or block in it has the node node041"):
-        read(f"slurm:{tmp_path}/topology.conf", "node041")
-    (tmp_path / "other.conf").write_text(TREE)  # Slurm reads no such file
-    assert read(f"slurm:{tmp_path}/other.conf", "node001").leaf == "leaf1"
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 from flopwatch import catalogue as m
 from flopwatch.catalogue import Sample
 from flopwatch.node.collectors import Unsupported, cgroup, read_inventory, read_runtime
-from flopwatch.node.collectors.background import BackgroundCall
 from flopwatch.node.collectors.identity import podresources as podresources
 from flopwatch.node.collectors.identity import topology as place
+from flopwatch.node.collectors.identity.background import BackgroundCall
 from flopwatch.node.collectors.identity.owners import Last, LastOwners, Owner, Owners, Running, merged
 
 log = logging.getLogger(__name__)

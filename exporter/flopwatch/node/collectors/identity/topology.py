@@ -1,8 +1,8 @@
 """Place of a host in the data center: rack, leaf switch and NVLink domain.
 
 Slurm's topology.conf (https://slurm.schedmd.com/topology.conf.html) has the leaf in SwitchName lines and the domain in
-BlockName lines. Its topology.yaml has both, too (`slurm_yaml.py`). A CSV file has the columns host, rack, leaf, domain
-(only host is required). Labels of a Kubernetes node are those that topograph and the GPU operator write
+BlockName lines. A CSV file has the columns host, rack, leaf, domain (only host is required). Labels of a Kubernetes
+node are those that topograph and the GPU operator write
 (https://github.com/NVIDIA/topograph/blob/main/docs/reference/node-labels.md).
 """
 
@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote
-
-from flopwatch.node.collectors.identity import slurm_yaml
 
 MAX_BYTES = 16 << 20  # bytes of a topology file
 MAX_NODES_TEXT = 65536  # characters of a host list
@@ -140,15 +138,11 @@ def read(topology: str, host: str, account: Path = SERVICE_ACCOUNT) -> Place:
     try:
         if kind == "kubernetes":
             return labelled(_node_labels(where or API_SERVER, host, account))
-        path = slurm_yaml.in_place_of(Path(where)) if kind == "slurm" else Path(where)
-        with path.open("rb") as file:
+        with open(where, "rb") as file:
             content = file.read(MAX_BYTES + 1)
         if len(content) > MAX_BYTES:
             raise ValueError(f"it is larger than {MAX_BYTES} bytes")
         text = content.decode("utf-8-sig")
-        where = str(path)
-        if kind == "slurm" and path.suffix in (".yaml", ".yml"):
-            return Place(**slurm_yaml.find(text, host, contains), source="slurm")
         return slurm(text, host) if kind == "slurm" else table(text, host)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)

@@ -17,7 +17,6 @@ from flopwatch import catalogue as m
 from flopwatch.catalogue import Sample
 from flopwatch.node.collectors import Inventory, StateFile, Unsupported, read_inventory, signature
 from flopwatch.node.collectors.infiniband import pci, rails
-from flopwatch.node.collectors.infiniband.cables import Cables
 from flopwatch.node.collectors.infiniband.files import Pread, names
 from flopwatch.node.collectors.infiniband.link import Link
 from flopwatch.node.collectors.infiniband.port import COUNTERS, Port
@@ -69,9 +68,7 @@ class Infiniband:
         wall: Callable[[], float] = time.time,
         pread: Pread = os.pread,
         complete: bool = False,
-        cables: Path | None = None,
     ) -> None:
-        self._cables = Cables(cables)
         self._sysfs, self._pread, self._complete = sysfs, pread, complete
         self._root = str(sysfs / "class" / "infiniband")
         self._host = host
@@ -100,7 +97,7 @@ class Infiniband:
         devices = self._devices()
         seen = (devices, signature(str(self._gpus)))
         left = [key for key, port in self._ports.items() if not port.there()]
-        if self._cables.news() or left or seen != self._seen or now >= self._refresh_at:
+        if left or seen != self._seen or now >= self._refresh_at:
             self._unkept = self._unkept or now >= self._refresh_at
             self._refresh(devices, now)
             self._seen = seen
@@ -119,7 +116,6 @@ class Infiniband:
 
     def close(self) -> None:
         """Write the history and close every sysfs file."""
-        self._cables.close()
         if self._seen and self._inventory.parts:
             self._keep(self._clock())
         for port in self._ports.values():
@@ -147,7 +143,6 @@ class Infiniband:
             self._ports[key] = port
         for port in known.values():
             port.leave()
-        self._cables.label(self._root, self._ports, self._inventory.parts)
         affinities = self._locate()
         self._forget()
         self._inventory.update({key: port.identity for key, port in self._ports.items()})
@@ -299,11 +294,8 @@ class Infiniband:
         return True
 
 
-def build(
-    host: str, inventory: str, sysfs: str, gpus: str, state: str, complete: str = "", cables: str = ""
-) -> Infiniband:
+def build(host: str, inventory: str, sysfs: str, gpus: str, state: str, complete: str = "") -> Infiniband:
     """Return the collector of RDMA ports below `sysfs`. `state` is the file of their history. `complete`: see Port."""
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     files = Path(inventory), Path(gpus), Path(state)
-    fabric = Path(cables) if cables else None
-    return Infiniband(Path(sysfs), host, *files, boot_id=boot_id, complete=bool(complete), cables=fabric)
+    return Infiniband(Path(sysfs), host, *files, boot_id=boot_id, complete=bool(complete))

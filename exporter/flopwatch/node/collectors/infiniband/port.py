@@ -118,7 +118,8 @@ class Port:
             "hca_type": first_line_of(f"{self._device}/hca_type"),
             "link_layer": layer,
             "net_device": self._net[0] if self._net else "",
-            **dict.fromkeys(("role", "rail", "switch", "switch_guid", "switch_port"), ""),
+            "role": "",
+            "rail": "",
         }
         self.seldom = []
         answers = layer == "InfiniBand" and f"{self._folder}/state" not in self._refused
